@@ -1,0 +1,74 @@
+"""Two planes: a bfloat16 split into its exponent byte and its sign+mantissa byte, and back. numpy only.
+
+Why: on real activations the mantissa is noise and the exponent carries about 3 of its 8 bits, so each is stored as what
+it is (FORMAT.md). All functions take and return arrays of any shape; bit patterns travel as uint16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LOSSLESS_BITS = 7
+PACKED_BITS = 3
+_MAX_FINITE = np.uint16(0x7F7F)
+_INFINITY = np.uint16(0x7F80)
+_SIGN = np.uint16(0x8000)
+
+
+def split(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(exponent, sign_mantissa), both uint8 and of the shape of `bits` (uint16)."""
+    exponent = (bits >> 7).astype(np.uint8)
+    low = bits.astype(np.uint8)
+    high = (bits >> 8).astype(np.uint8)
+    return exponent, (low & np.uint8(0x7F)) | (high & np.uint8(0x80))
+
+
+def merge(exponent: np.ndarray, sign_mantissa: np.ndarray) -> np.ndarray:
+    """The uint16 bit patterns that `split` was given: (e << 7) | (m & 0x7f) | ((m & 0x80) << 8)."""
+    mantissa = sign_mantissa.astype(np.uint16)
+    return (exponent.astype(np.uint16) << 7) | (mantissa & 0x7F) | ((mantissa & 0x80) << 8)
+
+
+def round_mantissa(bits: np.ndarray) -> np.ndarray:
+    """Round bfloat16 patterns to 3 mantissa bits, nearest even. Infinities and NaN stay; no finite value becomes infinite."""
+    magnitude = bits & np.uint16(0x7FFF)
+    rounded = (magnitude.astype(np.uint32) + 7 + ((magnitude >> 4) & 1)) & 0xFFF0
+    rounded = np.minimum(rounded, int(_MAX_FINITE) & 0xFFF0).astype(np.uint16)
+    not_finite = magnitude >= _INFINITY
+    kept = np.where(magnitude > _INFINITY, np.uint16(0x7FC0), magnitude)
+    return np.where(not_finite, kept, rounded) | (bits & _SIGN)
+
+
+def pack_nibbles(sign_mantissa: np.ndarray) -> np.ndarray:
+    """Keep sign and the 3 upper mantissa bits of each byte and put two in one: uint8 [..., H] -> uint8 [..., H / 2].
+
+    The even element goes into the low nibble. H must be even.
+    """
+    nibble = ((sign_mantissa >> 4) & 0x07) | ((sign_mantissa >> 4) & 0x08)
+    return nibble[..., 0::2] | (nibble[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Undo `pack_nibbles`: uint8 [..., H / 2] -> sign_mantissa uint8 [..., H], the 4 lost mantissa bits zero."""
+    out = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
+    out[..., 0::2] = packed << 4
+    out[..., 1::2] = packed & 0xF0
+    return out
+
+
+def encode(bits: np.ndarray, mantissa_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two planes as stored: lossless for 7 mantissa bits, rounded and packed for 3."""
+    if mantissa_bits == LOSSLESS_BITS:
+        return split(bits)
+    exponent, sign_mantissa = split(round_mantissa(bits))
+    return exponent, pack_nibbles(sign_mantissa)
+
+
+def decode(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int) -> np.ndarray:
+    """Undo `encode`: uint16 bit patterns of the shape of `exponent`."""
+    return merge(exponent, sign_mantissa if mantissa_bits == LOSSLESS_BITS else unpack_nibbles(sign_mantissa))
+
+
+def is_finite(bits: np.ndarray) -> np.ndarray:
+    """True where the bfloat16 pattern is neither infinite nor NaN."""
+    return (bits & np.uint16(0x7FFF)) < _INFINITY

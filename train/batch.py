@@ -1,0 +1,73 @@
+"""Batch: one packed row of T tokens as tensors, and how samples become one.
+
+In: samples' planes and tokens from the reader, in the order of the packing plan. Out: a Batch on the CPU (`to` moves it).
+Owns what each position means; knows nothing of anchors, masks or the model. T tokens, K selected layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+PADDING = -1
+"""Document number of a padded position."""
+
+
+@dataclass(frozen=True)
+class Planes:
+    """States as stored: two uint8 tensors that `features.merge_planes` turns into bfloat16."""
+
+    exponent: torch.Tensor
+    """uint8 [..., H]."""
+    sign_mantissa: torch.Tensor
+    """uint8 [..., H], or [..., H / 2] when 3 mantissa bits are kept."""
+    mantissa_bits: int
+    """7 or 3."""
+
+    def to(self, device: torch.device) -> Planes:
+        """The same on `device`."""
+        move = dict(device=device, non_blocking=True)
+        return replace(self, exponent=self.exponent.to(**move), sign_mantissa=self.sign_mantissa.to(**move))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed row. Documents lie one after the other; padding, if any, is at the end."""
+
+    input_ids_T: torch.Tensor
+    """int64 [T]; 0 on padding."""
+    document_T: torch.Tensor
+    """int32 [T]: number of the document within the row, ascending from 0; PADDING on padding."""
+    position_T: torch.Tensor
+    """int32 [T]: position within the document, from 0; 0 on padding."""
+    loss_mask_T: torch.Tensor
+    """bool [T]: the token may be learned from."""
+    next_ids_T: torch.Tensor
+    """int64 [T]: the token that follows row t in its document, the sample's `next_token` after its last row; -1 if none."""
+    next_supervised_T: torch.Tensor
+    """bool [T]: that following token may be learned from."""
+    features: Planes
+    """[T, K, H]: the drafter's layers, ascending."""
+    verifier: Planes | None
+    """[T, H]: raw output of the target's last block; None when the run needs none."""
+    sample_ids: tuple[tuple[int, int], ...]
+    """(cache number, sample number) of each document, in order."""
+    sources: tuple[str, ...]
+    """The dataset of each document, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.document_T != PADDING).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`."""
+        moved = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                moved[field.name] = value.to(device, non_blocking=True)
+            elif isinstance(value, Planes):
+                moved[field.name] = value.to(device)
+        return replace(self, **moved)
