@@ -39,8 +39,7 @@ def open_cache(cache: Path, wanted: CacheSpec) -> CacheSpec:
     if cache.exists() and any(entry.name != layout.TARGET for entry in cache.iterdir()):
         raise InputError("is not empty and is no feature cache", place=f"--cache {cache}", expected="an empty or new folder, or a cache to continue", fix="choose another folder")
     with guard_space(cache):
-        (cache / layout.PARTS).mkdir(parents=True, exist_ok=True)
-        (cache / layout.PARTIAL).mkdir(exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
         spec.save(cache, wanted)
     return wanted
 
@@ -77,6 +76,8 @@ class CacheWriter:
         self.samples = self.tokens = self.stored_bytes = self.parts = 0
         """Published so far by this writer, and their size on disk."""
         self._part: _Part | None = None
+        for name in (layout.PARTS, layout.PARTIAL):
+            (cache / name).mkdir(exist_ok=True)
         for folder in (cache / layout.PARTIAL).iterdir():
             parsed = layout.parse_part_name(folder.name)
             if parsed is None or parsed[1] == writer_id:

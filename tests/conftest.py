@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_cache.common import layout
+from dflash_cache.common import layout, target_folder
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.common.spec import CacheSpec, EngineSpec, FeatureSpec, Limits, Settings, TargetSpec, TextSpec
 from dflash_cache.extract.writer import CacheWriter, open_cache
@@ -105,6 +105,7 @@ def write_target_files(cache: Path, spec: CacheSpec, seed: int = 0) -> None:
         "special_token_ids": [0, 1, 2, 3],
     }
     (folder / layout.TOKENS_JSON).write_text(json.dumps(tokens))
+    target_folder.seal(folder)
 
 
 WriteCache = Callable[..., tuple[Path, CacheSpec, list[Sample]]]
@@ -127,3 +128,18 @@ def write_cache(tmp_path: Path) -> WriteCache:
         return cache, spec, samples
 
     return write
+
+
+class Make:
+    """The builders above, for tests that need them without a cache."""
+
+    spec = staticmethod(make_spec)
+    sample = staticmethod(make_sample)
+    bits = staticmethod(to_bf16_bits)
+    target_files = staticmethod(write_target_files)
+
+
+@pytest.fixture
+def make() -> type[Make]:
+    """make.spec(...), make.sample(number, length, spec), make.bits(floats), make.target_files(cache, spec)."""
+    return Make

@@ -1,0 +1,48 @@
+"""`target/`: what training needs of the target, sealed with the size and digest of every file.
+
+The folder is written once by stage one and checked by whoever reads a file of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import atomic, layout
+from .errors import CacheDamaged
+from .fingerprint import canonical, digest_bytes, digest_file
+from .spec import read_json
+
+SEAL = "files.json"
+
+
+def seal(folder: Path) -> None:
+    """Write `files.json` over every file of `folder` (subfolders included)."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != SEAL:
+            size, digest = digest_file(path)
+            files[name] = {"size": size, "xxh3_128": digest}
+    atomic.write_json(folder / SEAL, {"files": files, "digest": digest_bytes(canonical(files))})
+
+
+def check(cache: Path, *names: str) -> Path:
+    """The path of `target/`, after checking `names` (all files when none is given) against the seal.
+
+    Raises CacheDamaged naming the file that is missing or changed.
+    """
+    folder = cache / layout.TARGET
+    if not (folder / SEAL).is_file():
+        raise CacheDamaged("the target's files are missing or were never completed", place=str(folder), expected=f"a folder with {SEAL}", fix="run `dflash extract` again")
+    document = read_json(folder / SEAL)
+    files = document.get("files")
+    if not isinstance(files, dict) or document.get("digest") != digest_bytes(canonical(files)):
+        raise CacheDamaged("the seal was changed", place=str(folder / SEAL))
+    for name in names or files:
+        path = folder / name
+        if name not in files or not path.is_file() or path.is_symlink():
+            raise CacheDamaged("the file is missing", place=str(path))
+        size, digest = digest_file(path)
+        if {"size": size, "xxh3_128": digest} != files[name]:
+            raise CacheDamaged("the file is not as it was written", place=str(path), found=f"{size} bytes, {digest}", expected=f"{files[name]}")
+    return folder

@@ -1,0 +1,286 @@
+"""The vLLM side of extraction: a KV connector and the worker calls that go with it. Loaded by module path in the worker.
+
+With vLLM's `extract_hidden_states` method the wanted layers' outputs stand in a KV-cache group of their own. When a
+request finishes, its blocks are kept until the worker has gathered its rows; `dflash_commit` then turns rows into samples,
+so features never leave the worker. In: rows, and per document ids, mask and origin from the parent. Out: the cache.
+Works on CPU and CUDA, vLLM 0.25 to 0.32. Knows nothing of engines, datasets or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector, extract_from_kv_cache
+
+from ..common.errors import DflashError
+from ..common.sample import Sample
+from .intake import Intake
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY_PARAM = "dflash_key"
+"""In a request's kv_transfer_params: the document's key, hex. Requests without it are left alone."""
+STORED, REJECTED, WAITING = "stored", "rejected", "waiting"
+"""Answers of `dflash_commit` for one document. WAITING: its rows are not gathered yet, ask again."""
+CACHE_LAYER = "cache_only_layers"
+"""Part of the name that vLLM gives the layer that holds the states."""
+
+
+@dataclass
+class FinishedRequest:
+    """A request whose rows the worker is to gather, told by the scheduler."""
+
+    request_id: str
+    key: str
+    token_ids: list[int]
+    """Of every row: all tokens of the request but the last, which was never fed to the target."""
+    computed: int
+    """Tokens that the engine says it has computed."""
+    block_ids: list[int]
+
+
+@dataclass
+class FinishedRequests(KVConnectorMetadata):
+    """From the scheduler to the worker, once a step."""
+
+    requests: list[FinishedRequest] = field(default_factory=list)
+
+
+@dataclass
+class Rows:
+    """Gathered rows that wait for their commit."""
+
+    token_ids: list[int]
+    states_TCH: torch.Tensor
+    """bfloat16 on the host, C captured layers. With CUDA it is complete once `copied` is."""
+    copied: torch.cuda.Event | None
+
+
+class CacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """Gathers the rows of finished requests. Its extra config: cache, writer_id, feature_columns, verifier_column."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._cache = Path(extra["cache"])
+        self._writer_id = int(extra["writer_id"])
+        self.feature_columns: list[int] = list(extra["feature_columns"])
+        self.verifier_column = int(extra["verifier_column"])
+        self._group, self._block_size = _state_group(kv_cache_config)
+        self._finished: list[FinishedRequest] = []  # scheduler side
+        self._states: torch.Tensor | None = None  # worker side
+        self._is_writer = False
+        self._unreported: set[str] = set()
+        self._seen_finished: set[str] = set()
+        self.rows: dict[str, Rows] = {}
+        self.intake: Intake | None = None
+
+    # ---- scheduler side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing is ever loaded."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Nothing is ever loaded."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a request of ours until the worker has gathered its rows."""
+        key = (request.kv_transfer_params or {}).get(KEY_PARAM)
+        if key is None or request.num_computed_tokens == 0 or "ABORTED" in str(request.status):
+            return False, None
+        tokens = list(request.all_token_ids)[:-1]
+        in_flight = int(getattr(request, "num_in_flight_tokens", 0))
+        self._finished.append(FinishedRequest(request.request_id, key, tokens, request.num_computed_tokens - in_flight, list(block_ids)))
+        return True, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`; only the blocks of the states' own group matter."""
+        if self._group >= len(block_ids):
+            return False, None
+        return self.request_finished(request, block_ids[self._group])
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Hand the worker what finished since the last step."""
+        finished, self._finished = self._finished, []
+        return FinishedRequests(finished)
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find the tensor that holds the states, and on the writing rank open the cache."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        names = [name for name in kv_caches if CACHE_LAYER in name]
+        if len(names) != 1:
+            raise ValueError(f"expected one layer of states in the KV cache, found {names}")
+        self._states = kv_caches[names[0]]
+        if self._states.dtype != torch.bfloat16:
+            raise ValueError(f"the states are {self._states.dtype}, not bfloat16")
+        self._is_writer = get_tensor_model_parallel_rank() == 0
+        if self._is_writer:
+            self.intake = Intake(self._cache, self._writer_id)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is ever loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is ever loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Rows are gathered when their request has finished, not layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """Rows are gathered in `get_finished`."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Gather the rows of requests that finished in an earlier step, then let their blocks go.
+
+        The copy is queued behind the forward passes that wrote the rows and before those that may reuse the blocks.
+        """
+        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
+        if self._is_writer and isinstance(metadata, FinishedRequests):
+            for request in metadata.requests:
+                self.rows[request.key] = self._gather(request)
+                self._unreported.add(request.request_id)
+        self._seen_finished |= finished_req_ids
+        done = self._unreported & self._seen_finished
+        self._unreported -= done
+        self._seen_finished -= done
+        return done or None, None
+
+    def get_finished_count(self) -> int:
+        """One worker reports a request: the one that writes."""
+        return 1
+
+    def _gather(self, request: FinishedRequest) -> Rows:
+        states = self._states
+        assert states is not None
+        rows = min(len(request.token_ids), request.computed, len(request.block_ids) * self._block_size)
+        blocks = torch.tensor(request.block_ids, dtype=torch.int64)
+        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:rows].to(states.device)
+        states_TCH = extract_from_kv_cache(states, slots, rows)
+        columns = len(self.feature_columns) + (self.verifier_column not in self.feature_columns)
+        if states_TCH.ndim != 3 or states_TCH.shape[:2] != (rows, columns):
+            raise ValueError(f"states of shape {tuple(states_TCH.shape)} came out of the KV cache; expected ({rows}, {columns}, H)")
+        if not states_TCH.is_cuda:
+            return Rows(request.token_ids, states_TCH.contiguous(), None)
+        host = torch.empty(states_TCH.shape, dtype=states_TCH.dtype, pin_memory=True)
+        host.copy_(states_TCH, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Rows(request.token_ids, host, copied)
+
+    def shutdown(self) -> None:
+        """The engine closes: publish what was committed. What cannot be published now is extracted again by the next run."""
+        if self.intake is not None:
+            with suppress(Exception):
+                self.intake.close(publish=True)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Whatever this version's own reader of such a cache needs; the name differs between versions."""
+        layout = ExampleHiddenStatesConnector.get_required_kvcache_layout(vllm_config)
+        return None if layout is None else str(layout)
+
+
+def _state_group(kv_cache_config: Any) -> tuple[int, int]:
+    """(index, block size in tokens) of the KV-cache group that holds the states."""
+    groups = kv_cache_config.kv_cache_groups
+    ours = [index for index, group in enumerate(groups) if any(CACHE_LAYER in name for name in group.layer_names)]
+    if len(ours) != 1:
+        raise ValueError(f"expected the states in one of {len(groups)} KV-cache groups, found them in {ours}")
+    return ours[0], int(groups[ours[0]].kv_cache_spec.block_size)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class; called by the parent through `collective_rpc`.
+
+    They answer in plain values (what vLLM's message format carries). An error comes back as data, so that the parent can
+    raise the same error again. Workers that do not write answer None.
+    """
+
+    def dflash_commit(self, documents: Sequence[Sequence[Any]]) -> dict[str, Any] | None:
+        """Store finished documents, each (key hex, input_ids int32 bytes, loss_mask bytes, source, row, top1, next token).
+
+        Answers {"results": [[STORED | REJECTED | WAITING, reason, last verifier row as bytes]], "counts", "error"}.
+        """
+        connector = _connector()
+        if connector is None or connector.intake is None:
+            return None
+        results: list[list[Any]] = []
+        error = None
+        try:
+            for document in documents:
+                results.append(_commit(connector, connector.intake, *document))
+        except Exception as problem:
+            error = _describe(problem)
+        return {"results": results, "counts": connector.intake.counts(), "error": error}
+
+    def dflash_close(self, publish: bool) -> dict[str, Any] | None:
+        """Wait for the writer and publish, or drop, the pending part. Answers {"counts", "error"}."""
+        connector = _connector()
+        if connector is None or connector.intake is None:
+            return None
+        error = None
+        try:
+            connector.intake.close(publish=publish)
+        except Exception as problem:
+            error = _describe(problem)
+        return {"counts": connector.intake.counts(), "error": error}
+
+
+def _connector() -> CacheConnector | None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    return connector if isinstance(connector, CacheConnector) else None
+
+
+def _commit(connector: CacheConnector, intake: Intake, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int) -> list[Any]:
+    rows = connector.rows.pop(key, None)
+    if rows is None:
+        return [WAITING, "", b""]
+    if rows.copied is not None:
+        rows.copied.synchronize()
+    input_ids = np.frombuffer(ids, np.int32)
+    if len(rows.token_ids) == len(input_ids) and not np.array_equal(input_ids, rows.token_ids):
+        return [REJECTED, "the engine computed other tokens than it was given", b""]
+    bits_TCH = rows.states_TCH.view(torch.int16).numpy().view(np.uint16)
+    sample = Sample(
+        key=bytes.fromhex(key),
+        source=source,
+        source_row=row,
+        input_ids=input_ids,
+        loss_mask=np.frombuffer(mask, np.uint8),
+        hidden_states=_columns(bits_TCH, connector.feature_columns),
+        verifier_last_hidden_states=bits_TCH[:, connector.verifier_column],
+        engine_top1=top1,
+        next_token=following,
+    )
+    reason = intake.offer(sample)
+    if reason is not None:
+        return [REJECTED, reason, b""]
+    return [STORED, "", bits_TCH[-1, connector.verifier_column].tobytes()]
+
+
+def _columns(bits_TCH: np.ndarray, columns: list[int]) -> np.ndarray:
+    if columns == list(range(len(columns))):
+        return bits_TCH[:, : len(columns)]  # no copy
+    return bits_TCH[:, columns]
+
+
+def _describe(problem: Exception) -> dict[str, Any]:
+    if isinstance(problem, DflashError):
+        found = None if problem.found is None else str(problem.found)
+        shown = {"problem": problem.problem, "place": problem.place, "found": found, "expected": problem.expected, "fix": problem.fix}
+        return {"kind": type(problem).__name__, **shown}
+    return {"kind": "RunFailed", "problem": f"{type(problem).__name__}: {problem}", "place": "vLLM worker", "found": None, "expected": "", "fix": ""}

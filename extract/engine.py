@@ -1,0 +1,95 @@
+"""What the two engines share: what they are asked, what they answer, and the face that `run` sees.
+
+An engine computes documents and puts them into the cache itself, so that features never pass through here. What comes
+back is an Outcome per document: stored or rejected, and the last row's verifier state for the fidelity check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ..common.spec import CacheSpec
+from .config import ExtractConfig
+from .target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One conversation, tokenized. With generation it is only the prompt. T tokens."""
+
+    key: bytes
+    """16 bytes: content hash of what is fed to the target."""
+    source: str
+    """The dataset, as the user named it."""
+    source_row: int
+    """0-based row in it."""
+    input_ids: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """uint8 [T]; all 0 for a prompt."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of one document."""
+
+    document: Document
+    tokens: int = 0
+    """Rows stored."""
+    supervised_tokens: int = 0
+    """Of them, those that may be learned from; a generated `next_token` counts."""
+    engine_top1: int = -1
+    """The engine's most likely token after the last row."""
+    verifier_bits_H: np.ndarray | None = None
+    """uint16 [H]: bfloat16 pattern of the last row's verifier state. None when rejected."""
+    reject: str | None = None
+    """Why it was not stored."""
+
+
+@dataclass(frozen=True)
+class WriterCounts:
+    """What the writer has published and what it still holds."""
+
+    samples: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+    parts: int = 0
+    """Published."""
+    pending_tokens: int = 0
+    """Accepted and not published yet."""
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """All that an engine needs to know."""
+
+    config: ExtractConfig
+    target: Target
+    cache: Path
+    spec: CacheSpec
+    stop_token_ids: tuple[int, ...] = field(default=())
+    """Any of them ends a generated answer."""
+
+
+class Engine(Protocol):
+    """Runs the target over documents. Use: start (the constructor), `run` once, then `close`."""
+
+    def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
+        """Compute and store `documents`; yields Outcomes as they come, in any order, each document exactly once.
+
+        Raises RunFailed when the engine dies or stalls, DiskFull when the cache finds no space.
+        """
+
+    def counts(self) -> WriterCounts:
+        """As of the last Outcome."""
+
+    def close(self, *, publish: bool) -> WriterCounts:
+        """Publish the pending part, or drop it, and let go of everything. Harmless when called twice."""

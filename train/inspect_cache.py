@@ -1,0 +1,154 @@
+"""What is in a cache: counts, lengths, bytes, and each stored layer's size of values. Reads; changes nothing.
+
+In: a cache folder. Out: a CacheReport, printable as text and as JSON. The norms come from a sample of chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..common import layout, planes
+from .reader import CacheReader
+
+NORM_CHUNKS = 8
+"""Chunks, spread over the parts, from which rms and absolute maximum are taken."""
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Size of the values of one stored layer over the sampled rows."""
+
+    layer: str
+    """Layer id, or `verifier N`."""
+    rms: float
+    absolute_maximum: float
+    not_finite: int
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """The answer of `dflash inspect`."""
+
+    path: str
+    model: str
+    architecture: str
+    layer_ids: tuple[int, ...]
+    verifier_layer: int
+    hidden_size: int
+    vocab_size: int
+    mantissa_bits: int
+    engine: str
+    generation: dict[str, Any] | None
+    fingerprint: str
+    created_at: str
+    parts: int
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    stored_bytes: int
+    bytes_per_token: float
+    raw_bytes_per_token: int
+    ratio: float
+    array_bytes: dict[str, int]
+    length_quantiles: dict[str, int]
+    sources: dict[str, int]
+    norms: tuple[LayerNorms, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """For people."""
+        share = self.supervised_tokens / self.tokens
+        lines = [
+            f"cache        {self.path}",
+            f"target       {self.model or '?'} ({self.architecture}, hidden size {self.hidden_size}, vocabulary {self.vocab_size})",
+            f"layers       {', '.join(map(str, self.layer_ids))}; verifier state: raw output of block {self.verifier_layer}",
+            f"written by   {self.engine}{f', answers generated ({self.generation})' if self.generation else ''}, {self.created_at or 'time unknown'}",
+            f"content      {self.samples:,} samples, {self.tokens:,} tokens ({share:.1%} supervised) in {self.parts} parts",
+            f"size         {self.stored_bytes:,} bytes; {self.bytes_per_token:,.0f} a token, {self.ratio:.3f} of raw bfloat16 ({self.raw_bytes_per_token:,})",
+            "lengths      " + ", ".join(f"{name} {value:,}" for name, value in self.length_quantiles.items()),
+            "sources      " + ", ".join(f"{name} ({count:,})" for name, count in self.sources.items()),
+            f"fingerprint  {self.fingerprint}",
+            "",
+            f"{'array':45} {'bytes':>15} {'a token':>10}",
+            *(f"{name:45} {size:>15,} {size / self.tokens:>10.1f}" for name, size in self.array_bytes.items()),
+            "",
+            f"{'layer':12} {'rms':>10} {'abs. max.':>12} {'not finite':>12}",
+            *(f"{norm.layer:12} {norm.rms:>10.4g} {norm.absolute_maximum:>12.5g} {norm.not_finite:>12}" for norm in self.norms),
+        ]
+        return "\n".join(lines)
+
+
+def inspect(cache: Path) -> CacheReport:
+    """Describe a cache. Raises InputError when it is none, CacheDamaged when what is read is not as written."""
+    reader = CacheReader(cache)
+    settings = reader.spec.settings
+    stored = sum(part.manifest.stored_bytes + (part.path / layout.ZARR_JSON).stat().st_size for part in reader.parts)
+    tokens = reader.num_tokens
+    array_bytes: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    for number, part in enumerate(reader.parts):
+        for name, entry in part.manifest.files.items():
+            array = name.split("/c/")[0].removesuffix(f"/{layout.ZARR_JSON}")
+            array_bytes[array] = array_bytes.get(array, 0) + entry.size
+        for index, count in zip(*np.unique(reader.column(number, "source_index"), return_counts=True)):
+            source = part.manifest.sources[index]
+            sources[source] = sources.get(source, 0) + int(count)
+    quantiles = np.quantile(reader.lengths, [0, 0.1, 0.5, 0.9, 1], method="nearest").astype(int)
+    return CacheReport(
+        path=str(cache),
+        model=reader.spec.provenance.model,
+        architecture=settings.target.architecture,
+        layer_ids=reader.spec.layer_ids,
+        verifier_layer=settings.features.verifier_layer,
+        hidden_size=reader.spec.hidden_size,
+        vocab_size=settings.target.vocab_size,
+        mantissa_bits=reader.spec.mantissa_bits,
+        engine=f"{settings.engine.name} {settings.engine.version}",
+        generation=settings.generation.model_dump() if settings.generation else None,
+        fingerprint=reader.spec.fingerprint,
+        created_at=reader.spec.provenance.created_at,
+        parts=len(reader.parts),
+        samples=reader.num_samples,
+        tokens=tokens,
+        supervised_tokens=sum(part.manifest.supervised_tokens for part in reader.parts),
+        stored_bytes=stored,
+        bytes_per_token=stored / tokens,
+        raw_bytes_per_token=reader.spec.raw_bytes_per_token,
+        ratio=stored / tokens / reader.spec.raw_bytes_per_token,
+        array_bytes={name: array_bytes[name] for name in sorted(array_bytes, key=lambda name: -array_bytes[name]) if array_bytes[name]},
+        length_quantiles=dict(zip(("min", "10%", "median", "90%", "max"), quantiles.tolist())),
+        sources=sources,
+        norms=tuple(_norms(reader)),
+    )
+
+
+def _norms(reader: CacheReader) -> list[LayerNorms]:
+    wanted = [(layout.HIDDEN_STATES, slot, str(layer)) for slot, layer in enumerate(reader.spec.layer_ids)]
+    wanted.append((layout.VERIFIER, 0, f"verifier {reader.spec.settings.features.verifier_layer}"))
+    places = [(part, chunk) for part, found in enumerate(reader.parts) for chunk in range(found.manifest.num_chunks)]
+    chosen = [places[i] for i in np.linspace(0, len(places) - 1, min(NORM_CHUNKS, len(places))).astype(int)]
+    norms = []
+    for array, slot, name in wanted:
+        squares = largest = 0.0
+        count = not_finite = 0
+        for part, chunk in chosen:
+            found = reader.parts[part].manifest
+            start = chunk * found.chunk_tokens
+            rows = reader.read_rows(part, start, min(start + found.chunk_tokens, found.tokens), array, (slot,))
+            bits = planes.decode(rows.exponent, rows.sign_mantissa, reader.spec.mantissa_bits if array == layout.HIDDEN_STATES else planes.LOSSLESS_BITS)
+            values = (bits.astype(np.uint32) << 16).view(np.float32)
+            finite = np.isfinite(values)
+            kept = np.where(finite, values, 0).astype(np.float64)
+            squares += float((kept**2).sum())
+            largest = max(largest, float(np.abs(kept).max()))
+            count += int(finite.sum())
+            not_finite += int((~finite).sum())
+        norms.append(LayerNorms(name, float(np.sqrt(squares / max(count, 1))), largest, not_finite))
+    return norms

@@ -1,0 +1,47 @@
+"""Labels: which position teaches each slot, what the text says there, and whether the slot carries loss.
+
+In: anchors and what each position of the row means. Out: [A, B-1] tables for slots 1..B-1 (slot 0 is the anchor itself and
+carries no loss). Slot k of anchor a sits at position a+k; its teacher is the state of row r = a+k-1, the row from which the
+target predicts position a+k when it verifies the block. Pure functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .anchors import Anchors
+
+
+@dataclass(frozen=True)
+class SlotLabels:
+    """For slots 1..B-1 of A anchors."""
+
+    teacher_row_AS: torch.Tensor
+    """int64 [A, B-1]: the row whose verifier state teaches the slot; the anchor's own where there is none."""
+    data_AS: torch.Tensor
+    """int64 [A, B-1]: the text's own token at the slot; -1 where there is none."""
+    carries_AS: torch.Tensor
+    """bool [A, B-1]: the slot carries loss."""
+
+
+def slot_labels(anchors: Anchors, document_T: torch.Tensor, next_ids_T: torch.Tensor, next_supervised_T: torch.Tensor, block_size: int) -> SlotLabels:
+    """Tables of all slots.
+
+    A slot carries loss when its teacher row lies inside the anchor's document and the token after that row is supervised.
+    The block stops at the first slot that is not: what comes after a gap in supervision belongs to another turn, which no
+    drafter would be asked to reach from this anchor.
+    """
+    length = len(document_T)
+    offset_S = torch.arange(block_size - 1, device=anchors.row_A.device)
+    row_AS = anchors.row_A[:, None] + offset_S  # slot k = offset + 1, teacher row a + k - 1 = a + offset
+    inside_AS = row_AS < length
+    row_AS = torch.where(inside_AS, row_AS, anchors.row_A[:, None])
+    supervised_AS = inside_AS & (document_T[row_AS] == document_T[anchors.row_A][:, None]) & next_supervised_T[row_AS]
+    carries_AS = (supervised_AS & anchors.keep_A[:, None]).cumprod(1).bool()
+    return SlotLabels(
+        teacher_row_AS=torch.where(carries_AS, row_AS, anchors.row_A[:, None]),
+        data_AS=torch.where(carries_AS, next_ids_T[row_AS], -1),
+        carries_AS=carries_AS,
+    )

@@ -1,0 +1,95 @@
+"""Who sees whom: the attention mask of a row's blocks over its context and over each other.
+
+In: anchors and documents of a row. Out: a dense bool matrix [Q, T + Q], or the same rule as a function for flex attention.
+Q = A * B queries, block after block; keys are the T context rows, then the Q slots. Pure functions.
+
+Full layers: a slot of the block at anchor a sees context rows < a of its document (strictly: when serving, the state of the
+anchor does not exist yet), and all slots of its own block.
+Sliding layers of window W: slot k sees those of them at positions > a+k-W, and of its block only slots up to its own; this
+is how the reference implementation and vLLM serve `sliding_attention` layers.
+A padding block sees only itself, so that no query is without a key (softmax over nothing is NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from .anchors import Anchors
+
+MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_compiled_create: Callable[..., BlockMask] | None = None
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What the rules need to know of each query."""
+
+    anchor_Q: torch.Tensor
+    """int64 [Q]: row of the query's anchor."""
+    document_Q: torch.Tensor
+    """int32 [Q]: its document; -2, which no row has, on padding."""
+    slot_Q: torch.Tensor
+    """int64 [Q]: 0..B-1."""
+    block_Q: torch.Tensor
+    """int64 [Q]: number of its block."""
+
+
+def queries(anchors: Anchors, document_T: torch.Tensor, block_size: int) -> Queries:
+    """The Q = A * B queries of a row."""
+    number_Q = torch.arange(len(anchors) * block_size, device=document_T.device)
+    block_Q = number_Q // block_size
+    document_A = torch.where(anchors.keep_A, document_T[anchors.row_A], -2)
+    return Queries(anchors.row_A[block_Q], document_A[block_Q], number_Q % block_size, block_Q)
+
+
+def query_positions(anchors: Anchors, position_T: torch.Tensor, block_size: int) -> torch.Tensor:
+    """int64 [Q]: slot k of anchor a sits at the anchor's position in its document plus k."""
+    return (position_T[anchors.row_A].long()[:, None] + torch.arange(block_size, device=position_T.device)).flatten()
+
+
+def dense_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [Q, T + Q]. window: W of a sliding layer, None for a full one."""
+    row_T = torch.arange(len(document_T), device=document_T.device)
+    context_QT = (document_T == of.document_Q[:, None]) & (row_T < of.anchor_Q[:, None])
+    block_QQ = of.block_Q[:, None] == of.block_Q
+    if window is not None:
+        # Rows of a document are consecutive, so a difference of rows is one of positions.
+        context_QT &= row_T > (of.anchor_Q + of.slot_Q - window)[:, None]
+        ahead_QQ = of.slot_Q[:, None] - of.slot_Q
+        block_QQ &= (ahead_QQ >= 0) & (ahead_QQ < window)
+    return torch.cat((context_QT, block_QQ), dim=1)
+
+
+def mask_rule(of: Queries, document_T: torch.Tensor, window: int | None) -> MaskRule:
+    """The same as `dense_mask`, as flex attention's mask_mod(batch, head, query, key)."""
+    length, num_queries = len(document_T), len(of.anchor_Q)
+
+    def rule(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_context = key < length
+        row = key.clamp(max=length - 1)
+        other = (key - length).clamp(0, num_queries - 1)
+        anchor, slot = of.anchor_Q[query], of.slot_Q[query]
+        context = is_context & (document_T[row] == of.document_Q[query]) & (row < anchor)
+        block = ~is_context & (of.block_Q[other] == of.block_Q[query])
+        if window is not None:
+            context &= row > anchor + slot - window
+            ahead = slot - of.slot_Q[other]
+            block &= (ahead >= 0) & (ahead < window)
+        return context | block
+
+    return rule
+
+
+def block_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> BlockMask:
+    """The rule as flex attention's block-sparse mask. On CUDA it is built by a compiled kernel, never as a whole matrix."""
+    sizes = dict(B=None, H=None, Q_LEN=len(of.anchor_Q), KV_LEN=len(document_T) + len(of.anchor_Q), device=document_T.device)
+    if document_T.device.type != "cuda":
+        return create_block_mask(mask_rule(of, document_T, window), **sizes)
+    global _compiled_create
+    if _compiled_create is None:
+        _compiled_create = torch.compile(create_block_mask)
+    return _compiled_create(mask_rule(of, document_T, window), **sizes)

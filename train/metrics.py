@@ -1,0 +1,144 @@
+"""How good drafts are: accuracy per slot, and how many leading slots of a block are right.
+
+In: which slots are right and which count, [A, B-1]. Out: counts that add up over rows, ranks and steps; numbers only at the
+end. Everything is counted per block first and averaged afterwards, never made from products of averages. Pure functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Sums over blocks that have at least one slot that counts. Add with +."""
+
+    right_S: torch.Tensor
+    """int64 [B-1]: right slots, by slot number 1..B-1."""
+    count_S: torch.Tensor
+    """int64 [B-1]: slots that count."""
+    streak_sum: torch.Tensor
+    """int64: leading right slots, summed over blocks. A slot that does not count ends the block; it is not a mistake."""
+    blocks: torch.Tensor
+    """int64: blocks."""
+    full_streak_sum: torch.Tensor
+    """int64: the same sum over blocks all of whose slots count."""
+    full_blocks: torch.Tensor
+    """int64: such blocks."""
+
+    def __add__(self, other: BlockCounts) -> BlockCounts:
+        return BlockCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @classmethod
+    def none(cls, block_size: int, device: torch.device | None = None) -> BlockCounts:
+        """Counts of no block."""
+        slots, one = (torch.zeros(size, dtype=torch.int64, device=device) for size in ((block_size - 1,), ()))
+        return cls(slots, slots, one, one, one, one)
+
+
+def leading_right(right_AS: torch.Tensor, carries_AS: torch.Tensor) -> torch.Tensor:
+    """int64 [A]: right slots of each block before the first that is wrong or does not count."""
+    return (right_AS & carries_AS).long().cumprod(1).sum(1)
+
+
+def count_blocks(right_AS: torch.Tensor, carries_AS: torch.Tensor) -> BlockCounts:
+    """Counts of A blocks; those without any slot that counts (padding) are left out."""
+    streak_A, full_A = leading_right(right_AS, carries_AS), carries_AS.all(1)
+    return BlockCounts(
+        right_S=(right_AS & carries_AS).sum(0),
+        count_S=carries_AS.sum(0),
+        streak_sum=streak_A.sum(),
+        blocks=carries_AS.any(1).sum(),
+        full_streak_sum=(streak_A * full_A).sum(),
+        full_blocks=full_A.sum(),
+    )
+
+
+@dataclass(frozen=True)
+class DraftQuality:
+    """What counts come to."""
+
+    accuracy: float
+    """Share of right slots."""
+    accuracy_per_slot: tuple[float, ...]
+    """The same for each slot 1..B-1."""
+    streak: float
+    """Mean leading right slots of a block; a block cut short by the end of supervision counts with what it has."""
+    tau: float
+    """streak + 1: with the token that the target adds after each block, as the paper and vLLM count."""
+    tau_full: float
+    """tau of the blocks all of whose B-1 slots count, so that cut blocks do not lower it."""
+    blocks: int
+    """Blocks counted."""
+    full_blocks: int
+    """Blocks behind tau_full."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "accuracy_per_slot": list(self.accuracy_per_slot)}
+
+
+def quality(counts: BlockCounts) -> DraftQuality:
+    """The numbers; 0 where nothing was counted (tau: 1)."""
+    right, count = counts.right_S.tolist(), counts.count_S.tolist()
+    streak = _share(counts.streak_sum.item(), counts.blocks.item())
+    return DraftQuality(
+        accuracy=_share(sum(right), sum(count)),
+        accuracy_per_slot=tuple(_share(r, c) for r, c in zip(right, count)),
+        streak=streak,
+        tau=streak + 1,
+        tau_full=_share(counts.full_streak_sum.item(), counts.full_blocks.item()) + 1,
+        blocks=int(counts.blocks),
+        full_blocks=int(counts.full_blocks),
+    )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What serving a document would count. Add with +."""
+
+    steps: int = 0
+    """Drafts: verification passes after the prefill."""
+    accepted: int = 0
+    """Draft tokens that the target would have accepted."""
+    accepted_at: tuple[int, ...] = ()
+    """Of them, those of slot 1, 2, ..."""
+
+    def __add__(self, other: Walk) -> Walk:
+        if not self.accepted_at or not other.accepted_at:
+            return Walk(self.steps + other.steps, self.accepted + other.accepted, self.accepted_at or other.accepted_at)
+        return Walk(self.steps + other.steps, self.accepted + other.accepted, tuple(a + b for a, b in zip(self.accepted_at, other.accepted_at)))
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length, 1 + accepted / steps, as vLLM reports it."""
+        return 1 + _share(self.accepted, self.steps)
+
+
+def walk(anchor_rows: list[int], streaks: list[int], num_slots: int) -> Walk:
+    """Simulate serving one document from its anchors (ascending) and the leading right slots of each.
+
+    Starts at the first anchor, which the prefill's own token is; accepts the leading right slots; the target adds the token
+    after them, and that is the next anchor: a + streak + 1. When it is no anchor, its turn is over (nothing supervised
+    follows it, or it is the turn's last token), and the walk goes on at the next turn's first anchor.
+
+    vLLM counts B-1 proposed tokens at every step, and so does this. At a turn's end only tokens up to the end are counted
+    as accepted; vLLM counts drafts past it as well when they match, so this is, in the last step of a turn, a lower bound.
+    """
+    streak_at = dict(zip(anchor_rows, streaks))
+    steps, accepted_at, upcoming = 0, [0] * num_slots, 0
+    for row in anchor_rows:
+        if row < upcoming:
+            continue
+        steps += 1
+        for slot in range(streak_at[row]):
+            accepted_at[slot] += 1
+        upcoming = row + streak_at[row] + 1
+    return Walk(steps, sum(accepted_at), tuple(accepted_at))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

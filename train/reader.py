@@ -1,0 +1,229 @@
+"""CacheReader: a cache's index in memory, and its states read from memory-mapped shard files.
+
+In: a cache folder. Out: Samples, or the planes of a run of rows. Owns finding chunks by the shard's own index, checking
+each chunk's crc32c on first touch, and decoding. Knows nothing of order, packing, tensors or the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import crc32c
+import numpy as np
+from numcodecs import zstd
+
+from ..common import layout, manifest, planes, spec
+from ..common.errors import CacheDamaged, InputError
+from ..common.manifest import PartManifest
+from ..common.sample import Sample
+from ..common.shard import CHECKSUM_BYTES, checked_chunk, map_file, read_index
+from ..common.spec import CacheSpec
+
+MAX_OPEN_SHARDS = 128
+"""Shard files mapped at once. Each map holds a file handle, and the usual limit is 1,024 a process."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of one part as stored planes; the layer axis comes first, because each layer is a shard of its own."""
+
+    exponent: np.ndarray
+    """uint8 [K, n, H]."""
+    sign_mantissa: np.ndarray
+    """uint8 [K, n, H], or [K, n, H / 2] when packed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One published part and its small arrays."""
+
+    path: Path
+    manifest: PartManifest
+    offsets: np.ndarray
+    """int64 [S + 1]: rows of sample i are offsets[i]:offsets[i + 1]."""
+
+
+class CacheReader:
+    """Reads one cache. Threads may share it.
+
+    Raises InputError for a folder that is no cache, CacheDamaged (naming part, file and chunk) for anything that is not as
+    written; damaged rows are never returned.
+    """
+
+    def __init__(self, path: Path) -> None:
+        cache = spec.load(path)
+        parts = []
+        for folder in manifest.list_parts(path):
+            found = manifest.load(folder, cache)
+            parts.append(Part(folder, found, _offsets(folder, found)))
+        if not parts:
+            raise InputError("holds no samples yet", place=str(path), expected="at least one published part", fix="run `dflash extract` to its end")
+        self._index(path, cache, parts)
+
+    @classmethod
+    def of_part(cls, part: Path, found: PartManifest, cache: CacheSpec, offsets: np.ndarray | None = None) -> CacheReader:
+        """A reader of one part alone, whose manifest has been checked. `offsets` stand in for those of a damaged part."""
+        reader = cls.__new__(cls)
+        reader._index(part.parent.parent, cache, [Part(part, found, _offsets(part, found) if offsets is None else offsets)])
+        return reader
+
+    def _index(self, path: Path, cache: CacheSpec, parts: list[Part]) -> None:
+        self.path, self.spec, self.parts = path, cache, parts
+        counts = [part.manifest.samples for part in self.parts]
+        self.part_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        """int32 [S]: index into `parts` of each sample."""
+        self.starts = np.concatenate([part.offsets[:-1] for part in self.parts])
+        """int64 [S]: first row of each sample within its part."""
+        self.lengths = np.concatenate([np.diff(part.offsets) for part in self.parts])
+        """int64 [S]: tokens of each sample."""
+        self._first_sample = np.concatenate([[0], np.cumsum(counts)])
+        self._shards: OrderedDict[tuple[int, str], _Shard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._small: dict[tuple[int, str], np.ndarray] = {}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all parts."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all parts."""
+        return int(self.lengths.sum())
+
+    def read_rows(self, part: int, start: int, stop: int, array: str, slots: tuple[int, ...]) -> Rows:
+        """Rows start:stop of a part, whole chunks decoded once. `slots` are indices on the layer axis; (0,) for the verifier's."""
+        chunk = self.parts[part].manifest.chunk_tokens
+        first, last = start // chunk, -(-stop // chunk)
+        out = [self._decode_chunks(part, array, plane, slot, first, last) for slot in slots for plane in layout.PLANES]
+        keep = slice(start - first * chunk, stop - first * chunk)
+        return Rows(np.stack(out[0::2])[:, keep], np.stack(out[1::2])[:, keep])
+
+    def read_sample(self, sample: int) -> Sample:
+        """One sample, exactly as it was written."""
+        part = int(self.part_of[sample])
+        start, stop = int(self.starts[sample]), int(self.starts[sample] + self.lengths[sample])
+        states = self.read_rows(part, start, stop, layout.HIDDEN_STATES, tuple(range(len(self.spec.layer_ids))))
+        verifier = self.read_rows(part, start, stop, layout.VERIFIER, (0,))
+        return Sample(
+            key=self.column(part, "sample_key")[self._within(sample)].tobytes(),
+            source=self.source(sample),
+            source_row=int(self.column(part, "source_row")[self._within(sample)]),
+            input_ids=self.tokens(sample, "input_ids"),
+            loss_mask=self.tokens(sample, "loss_mask"),
+            hidden_states=planes.decode(states.exponent, states.sign_mantissa, self.spec.mantissa_bits).transpose(1, 0, 2).copy(),
+            verifier_last_hidden_states=planes.merge(verifier.exponent[0], verifier.sign_mantissa[0]),
+            engine_top1=int(self.column(part, "engine_top1")[self._within(sample)]),
+            next_token=self.next_token(sample),
+        )
+
+    def column(self, part: int, name: str) -> np.ndarray:
+        """A small array of a part, read-only; its checksum is tested when it is first touched."""
+        key = (part, name)
+        if key not in self._small:
+            self._small[key] = read_small(self.parts[part].path, self.parts[part].manifest, name)
+        return self._small[key]
+
+    def tokens(self, sample: int, name: str) -> np.ndarray:
+        """`input_ids` or `loss_mask` of one sample."""
+        start = int(self.starts[sample])
+        return self.column(int(self.part_of[sample]), name)[start : start + int(self.lengths[sample])]
+
+    def next_token(self, sample: int) -> int:
+        """The token known to follow the sample's last row, else NO_TOKEN."""
+        return int(self.column(int(self.part_of[sample]), "next_token")[self._within(sample)])
+
+    def source(self, sample: int) -> str:
+        """The dataset that a sample came from."""
+        part = int(self.part_of[sample])
+        return self.parts[part].manifest.sources[int(self.column(part, "source_index")[self._within(sample)])]
+
+    def token_counts(self) -> np.ndarray:
+        """int64 [vocab_size]: how often each token occurs, next tokens included."""
+        size = self.spec.settings.target.vocab_size
+        total = np.zeros(size, np.int64)
+        for part in range(len(self.parts)):
+            ids, following = self.column(part, "input_ids"), self.column(part, "next_token")
+            if ids.min() < 0 or ids.max() >= size or following.max() >= size:
+                raise CacheDamaged("a token id lies outside the vocabulary", place=str(self.parts[part].path / "input_ids"), expected=f"0..{size - 1}")
+            total += np.bincount(ids, minlength=size) + np.bincount(following[following >= 0], minlength=size)
+        return total
+
+    def _within(self, sample: int) -> int:
+        return int(sample - self._first_sample[self.part_of[sample]])
+
+    def _decode_chunks(self, part: int, array: str, plane: str, slot: int, first: int, last: int) -> np.ndarray:
+        name = layout.shard_path(array, plane, slot if array == layout.HIDDEN_STATES else None)
+        width = self.spec.hidden_size
+        if array == layout.HIDDEN_STATES and plane == layout.SIGN_MANTISSA and self.spec.mantissa_bits == planes.PACKED_BITS:
+            width //= 2
+        chunk = self.parts[part].manifest.chunk_tokens
+        out = np.empty(((last - first) * chunk, width), np.uint8)
+        shard = self._shard(part, name)
+        for number in range(first, last):
+            into = out[(number - first) * chunk : (number - first + 1) * chunk]
+            shard.decode(number, into, compressed=plane == layout.EXPONENT)
+        return out
+
+    def _shard(self, part: int, name: str) -> _Shard:
+        key = (part, name)
+        with self._lock:
+            shard = self._shards.get(key)
+            if shard is None:
+                shard = self._shards[key] = _Shard(self.parts[part].path / name, self.parts[part].manifest.num_chunks)
+                while len(self._shards) > MAX_OPEN_SHARDS:
+                    self._shards.popitem(last=False)
+            else:
+                self._shards.move_to_end(key)
+            return shard
+
+
+class _Shard:
+    """A mapped shard file. The map lives as long as the last view of it."""
+
+    def __init__(self, path: Path, num_chunks: int) -> None:
+        self.path = path
+        self.data = map_file(path)
+        self.index = read_index(self.data, num_chunks, str(path))
+        self.checked = np.zeros(num_chunks, bool)
+
+    def decode(self, number: int, into: np.ndarray, compressed: bool) -> None:
+        """Chunk `number`, checked on first touch, decoded into the contiguous uint8 array `into`."""
+        offset, size = (int(value) for value in self.index[number])
+        if self.checked[number]:
+            chunk = self.data[offset : offset + size - CHECKSUM_BYTES]
+        else:
+            chunk = checked_chunk(self.data, offset, size, f"{self.path} chunk {number}")
+            self.checked[number] = True
+        if not compressed:
+            if len(chunk) != into.nbytes:
+                raise CacheDamaged("the chunk has another size than its array says", place=f"{self.path} chunk {number}", found=len(chunk), expected=f"{into.nbytes} bytes")
+            into[...] = np.frombuffer(chunk, np.uint8).reshape(into.shape)
+            return
+        try:
+            zstd.decompress(chunk, into)
+        except (RuntimeError, ValueError) as error:
+            raise CacheDamaged(f"the chunk cannot be decompressed: {error}", place=f"{self.path} chunk {number}") from None
+
+
+def read_small(part: Path, found: PartManifest, name: str) -> np.ndarray:
+    """A small array straight from its only chunk, checked against its crc32c. Read-only."""
+    shape, dtype = manifest.small_arrays(found)[name]
+    path = part / name / "c" / "/".join("0" for _ in shape)
+    data = path.read_bytes()
+    body, stored = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+    if len(body) != int(np.prod(shape)) * np.dtype(dtype).itemsize:
+        raise CacheDamaged("the array has another size than its manifest says", place=str(path), found=f"{len(body)} bytes", expected=f"{shape} {dtype}")
+    if crc32c.crc32c(body).to_bytes(CHECKSUM_BYTES, "little") != stored:
+        raise CacheDamaged("the checksum does not match", place=str(path))
+    return np.frombuffer(body, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def _offsets(part: Path, found: PartManifest) -> np.ndarray:
+    offsets = read_small(part, found, "sample_offsets")
+    if offsets[0] != 0 or offsets[-1] != found.tokens or (np.diff(offsets) <= 0).any():
+        raise CacheDamaged("the samples do not fill the part, each after the other", place=str(part / "sample_offsets"), expected=f"ascending from 0 to {found.tokens}")
+    return offsets

@@ -1,0 +1,54 @@
+"""Windows: runs of consecutive samples that share chunks, and the seeded order in which an epoch visits them.
+
+In: where each sample lies. Out: windows, and a permutation of samples in which each window is needed only for a short
+while, so that each chunk is decoded about once an epoch whatever the lengths. Pure; reads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Windows:
+    """W windows over S samples of one or more caches."""
+
+    cache: np.ndarray
+    """int32 [W]: number of the cache."""
+    first: np.ndarray
+    """int64 [W]: its first sample (numbered over all caches)."""
+    stop: np.ndarray
+    """int64 [W]: one past its last sample."""
+    window_of: np.ndarray
+    """int32 [S]: the window of each sample."""
+
+
+def cut_windows(cache_S: np.ndarray, part_S: np.ndarray, start_S: np.ndarray, window_tokens: int) -> Windows:
+    """Cut samples, which stand in storage order, into windows of about `window_tokens` rows; none crosses a part.
+
+    A sample belongs to the window in which its first row lies. window_tokens should be a multiple of the chunk.
+    """
+    cell = np.stack([cache_S.astype(np.int64), part_S.astype(np.int64), start_S // window_tokens])
+    changes = np.flatnonzero((np.diff(cell, axis=1) != 0).any(axis=0)) + 1
+    first = np.concatenate([[0], changes]).astype(np.int64)
+    stop = np.concatenate([changes, [len(start_S)]]).astype(np.int64)
+    window_of = np.repeat(np.arange(len(first), dtype=np.int32), stop - first)
+    return Windows(cache_S[first].astype(np.int32), first, stop, window_of)
+
+
+def epoch_order(windows: Windows, *, seed: int, epoch: int, pool_windows: int, shuffle: bool, rank: int, world_size: int) -> np.ndarray:
+    """The samples that `rank` visits in `epoch`, in order: int64.
+
+    Windows are shuffled and dealt to the ranks in turn; each rank takes its windows in pools of `pool_windows` and shuffles
+    the samples within a pool. Depends on nothing but the arguments. Without shuffle: storage order.
+    """
+    rng = np.random.default_rng((seed, epoch))
+    order = rng.permutation(len(windows.first)) if shuffle else np.arange(len(windows.first))
+    mine = order[rank::world_size]
+    samples = []
+    for begin in range(0, len(mine), pool_windows):
+        pool = np.concatenate([np.arange(windows.first[w], windows.stop[w]) for w in mine[begin : begin + pool_windows]])
+        samples.append(np.random.default_rng((seed, epoch, rank, begin)).permutation(pool) if shuffle else pool)
+    return np.concatenate(samples) if samples else np.empty(0, np.int64)
