@@ -245,7 +245,9 @@ def _connector() -> CacheConnector | None:
     return connector if isinstance(connector, CacheConnector) else None
 
 
-def _commit(connector: CacheConnector, intake: Intake, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int) -> list[Any]:
+def _commit(
+    connector: CacheConnector, intake: Intake, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int
+) -> list[Any]:
     rows = connector.rows.pop(key, None)
     if rows is None:
         return [WAITING, "", b""]

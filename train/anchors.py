@@ -54,7 +54,7 @@ def draw_anchors(
     rows = candidate_rows(document_T, loss_mask_T, next_supervised_T)
     shuffled = rows[torch.randperm(len(rows), generator=generator)]
     by_document = shuffled[torch.argsort(document_T[shuffled], stable=True)]  # in each document, in random order
-    documents, counts = torch.unique_consecutive(document_T[by_document], return_counts=True)
+    _, counts = torch.unique_consecutive(document_T[by_document], return_counts=True)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     drawn = by_document[torch.arange(len(by_document)) - first < per_document]
     if len(drawn) > per_row:

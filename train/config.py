@@ -166,8 +166,6 @@ class EvalConfig(Config):
 
     chunk_blocks: int = Field(default=256, ge=1)
     """Blocks drafted at the same time; bounds memory, changes no result."""
-    limit: int | None = Field(default=None, ge=1)
-    """Documents at most, the first ones of the caches. None: all."""
     device: Device = "auto"
     """As in training."""
     dtype: ComputeType = "auto"

@@ -29,7 +29,13 @@ def resolve_compute(device: str, dtype: str, attention: str) -> Compute:
     where = _device(device)
     kind: AttentionKind = "flex" if attention == "flex" or (attention == "auto" and where.type == "cuda") else "dense"
     if kind == "flex" and where.type != "cuda":
-        raise InputError("flex attention has no backward pass on this device", place="run.attention=flex", found=str(where), expected="a CUDA device", fix="--set run.attention=dense")
+        raise InputError(
+            "flex attention has no backward pass on this device",
+            place="run.attention=flex",
+            found=str(where),
+            expected="a CUDA device",
+            fix="--set run.attention=dense",
+        )
     wanted = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(dtype)
     return Compute(where, wanted or (torch.bfloat16 if multiplies_bfloat16(where) else torch.float32), kind)
 
@@ -52,5 +58,6 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise InputError("no such device", place=f"device={name}", expected="auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError("this machine has no such device", place=f"device={name}", found=f"{torch.cuda.device_count()} CUDA devices", fix="--set run.device=auto")
+        count = torch.cuda.device_count()
+        raise InputError("this machine has no such device", place=f"device={name}", found=f"{count} CUDA devices", fix="--set run.device=auto")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..common.config import Config
 from ..common.errors import InputError
@@ -124,5 +124,12 @@ def resolve(model: ModelConfig, spec: CacheSpec, shape: TargetShape, mask_token_
             **sizes,
         )
     except ValueError as error:
-        problems = "; ".join(item["msg"] for item in error.errors()) if hasattr(error, "errors") else str(error)
-        raise InputError(f"the drafter's sizes do not fit: {problems}", place="model", fix="correct them with --set model.FIELD=...") from None
+        problem = f"the drafter's sizes do not fit: {problems_of(error)}"
+        raise InputError(problem, place="model", fix="correct them with --set model.FIELD=...") from None
+
+
+def problems_of(error: Exception) -> str:
+    """A validation error in one line: each field and what is wrong with it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in error.errors())

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .anchors import Anchors
-
 
 @dataclass(frozen=True)
 class SlotLabels:
@@ -26,22 +24,24 @@ class SlotLabels:
     """bool [A, B-1]: the slot carries loss."""
 
 
-def slot_labels(anchors: Anchors, document_T: torch.Tensor, next_ids_T: torch.Tensor, next_supervised_T: torch.Tensor, block_size: int) -> SlotLabels:
-    """Tables of all slots.
+def slot_labels(
+    anchor_A: torch.Tensor, keep_A: torch.Tensor, document_T: torch.Tensor, next_ids_T: torch.Tensor, next_supervised_T: torch.Tensor, block_size: int
+) -> SlotLabels:
+    """Tables of all slots. anchor_A: int64, rows; keep_A: bool, False on padding.
 
     A slot carries loss when its teacher row lies inside the anchor's document and the token after that row is supervised.
     The block stops at the first slot that is not: what comes after a gap in supervision belongs to another turn, which no
     drafter would be asked to reach from this anchor.
     """
     length = len(document_T)
-    offset_S = torch.arange(block_size - 1, device=anchors.row_A.device)
-    row_AS = anchors.row_A[:, None] + offset_S  # slot k = offset + 1, teacher row a + k - 1 = a + offset
+    offset_S = torch.arange(block_size - 1, device=anchor_A.device)
+    row_AS = anchor_A[:, None] + offset_S  # slot k = offset + 1, teacher row a + k - 1 = a + offset
     inside_AS = row_AS < length
-    row_AS = torch.where(inside_AS, row_AS, anchors.row_A[:, None])
-    supervised_AS = inside_AS & (document_T[row_AS] == document_T[anchors.row_A][:, None]) & next_supervised_T[row_AS]
-    carries_AS = (supervised_AS & anchors.keep_A[:, None]).cumprod(1).bool()
+    row_AS = torch.where(inside_AS, row_AS, anchor_A[:, None])
+    supervised_AS = inside_AS & (document_T[row_AS] == document_T[anchor_A][:, None]) & next_supervised_T[row_AS]
+    carries_AS = (supervised_AS & keep_A[:, None]).cumprod(1).bool()
     return SlotLabels(
-        teacher_row_AS=torch.where(carries_AS, row_AS, anchors.row_A[:, None]),
+        teacher_row_AS=torch.where(carries_AS, row_AS, anchor_A[:, None]),
         data_AS=torch.where(carries_AS, next_ids_T[row_AS], -1),
         carries_AS=carries_AS,
     )

@@ -73,7 +73,9 @@ def slot_weights(block_size: int, kind: str, gamma: float) -> torch.Tensor:
     return torch.exp(-distance / gamma).float() if kind == "exp" else torch.ones(block_size - 1)
 
 
-def plain_loss(logits_MV: torch.Tensor, weight_M: torch.Tensor, label_M: torch.Tensor | None = None, teacher_MV: torch.Tensor | None = None) -> torch.Tensor:
+def plain_loss(
+    logits_MV: torch.Tensor, weight_M: torch.Tensor, label_M: torch.Tensor | None = None, teacher_MV: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum over slots of weight * cross-entropy with `label_M`, or weight * KL(teacher || drafter) with teacher logits."""
     if label_M is not None:
         return (F.cross_entropy(logits_MV, label_M, reduction="none") * weight_M).sum()
@@ -140,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
             labels.append(label_m)
             total += (loss_m * weight_m).sum(dtype=torch.float64)
             if grad_MH is not None:
-                grad_MH[part] = head.backward(grad_mV, logits_mV) * weight_m[:, None].to(grad_MH.dtype)
+                grad_MH[part] = head.backward(grad_mV, logits_mV) * weight_m[:, None]  # in float32 at least, then rounded once
         ctx.save_for_backward(*([grad_MH] if grad_MH is not None else []))
         none = torch.empty(0, dtype=torch.int64, device=hidden_MH.device)
         predicted_M, labels_M = torch.cat([none, *predicted]), torch.cat([none, *labels])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
-from ..common import layout
+from ..common import layout, target_folder
 from ..common.config import Config
 from ..common.errors import CacheDamaged, InputError
 
@@ -57,8 +57,8 @@ class MaskToken:
 
 
 def read_tokens(cache: Path) -> TokenTable:
-    """The token table of a cache. Raises CacheDamaged when it is missing or does not hold what it must."""
-    path = cache / layout.TARGET / layout.TOKENS_JSON
+    """The token table of a cache. Raises CacheDamaged when it is missing, changed or does not hold what it must."""
+    path = target_folder.check(cache, layout.TOKENS_JSON) / layout.TOKENS_JSON
     try:
         return TokenTable.model_validate(json.loads(path.read_bytes()))
     except ValidationError as error:

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from .anchors import Anchors
-
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _compiled_create: Callable[..., BlockMask] | None = None
 
@@ -38,17 +36,17 @@ class Queries:
     """int64 [Q]: number of its block."""
 
 
-def queries(anchors: Anchors, document_T: torch.Tensor, block_size: int) -> Queries:
-    """The Q = A * B queries of a row."""
-    number_Q = torch.arange(len(anchors) * block_size, device=document_T.device)
+def queries(anchor_A: torch.Tensor, keep_A: torch.Tensor, document_T: torch.Tensor, block_size: int) -> Queries:
+    """The Q = A * B queries of a row. anchor_A: int64, rows; keep_A: bool, False on padding."""
+    number_Q = torch.arange(len(anchor_A) * block_size, device=document_T.device)
     block_Q = number_Q // block_size
-    document_A = torch.where(anchors.keep_A, document_T[anchors.row_A], -2)
-    return Queries(anchors.row_A[block_Q], document_A[block_Q], number_Q % block_size, block_Q)
+    document_A = torch.where(keep_A, document_T[anchor_A], -2)
+    return Queries(anchor_A[block_Q], document_A[block_Q], number_Q % block_size, block_Q)
 
 
-def query_positions(anchors: Anchors, position_T: torch.Tensor, block_size: int) -> torch.Tensor:
+def query_positions(anchor_A: torch.Tensor, position_T: torch.Tensor, block_size: int) -> torch.Tensor:
     """int64 [Q]: slot k of anchor a sits at the anchor's position in its document plus k."""
-    return (position_T[anchors.row_A].long()[:, None] + torch.arange(block_size, device=position_T.device)).flatten()
+    return (position_T[anchor_A].long()[:, None] + torch.arange(block_size, device=position_T.device)).flatten()
 
 
 def dense_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -86,10 +84,10 @@ def mask_rule(of: Queries, document_T: torch.Tensor, window: int | None) -> Mask
 
 def block_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> BlockMask:
     """The rule as flex attention's block-sparse mask. On CUDA it is built by a compiled kernel, never as a whole matrix."""
-    sizes = dict(B=None, H=None, Q_LEN=len(of.anchor_Q), KV_LEN=len(document_T) + len(of.anchor_Q), device=document_T.device)
-    if document_T.device.type != "cuda":
-        return create_block_mask(mask_rule(of, document_T, window), **sizes)
     global _compiled_create
+    num_queries, num_keys, device = len(of.anchor_Q), len(document_T) + len(of.anchor_Q), document_T.device
+    if device.type != "cuda":
+        return create_block_mask(mask_rule(of, document_T, window), None, None, num_queries, num_keys, device=device)
     if _compiled_create is None:
         _compiled_create = torch.compile(create_block_mask)
-    return _compiled_create(mask_rule(of, document_T, window), **sizes)
+    return _compiled_create(mask_rule(of, document_T, window), None, None, num_queries, num_keys, device=device)

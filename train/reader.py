@@ -96,7 +96,9 @@ class CacheReader:
 
     def read_rows(self, part: int, start: int, stop: int, array: str, slots: tuple[int, ...]) -> Rows:
         """Rows start:stop of a part, whole chunks decoded once. `slots` are indices on the layer axis; (0,) for the verifier's."""
-        chunk = self.parts[part].manifest.chunk_tokens
+        found = self.parts[part].manifest
+        assert 0 <= start < stop <= found.tokens, (start, stop, found.tokens)
+        chunk = found.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
         out = [self._decode_chunks(part, array, plane, slot, first, last) for slot in slots for plane in layout.PLANES]
         keep = slice(start - first * chunk, stop - first * chunk)

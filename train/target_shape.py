@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common import layout
+from ..common import target_folder
 from ..common.errors import CacheDamaged
 
 FULL = "full_attention"
@@ -31,8 +31,8 @@ class TargetShape:
 
 
 def read_target_config(cache: Path) -> dict[str, Any]:
-    """`target/config.json` of a cache. Raises CacheDamaged when it is missing or no JSON object."""
-    path = cache / layout.TARGET / "config.json"
+    """`target/config.json` of a cache. Raises CacheDamaged when it is missing, changed or no JSON object."""
+    path = target_folder.check(cache, "config.json") / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,0 +1,152 @@
+"""The transformers engine: plain forward passes with hooks on the blocks. Slow and obvious; the vLLM engine is tested against it.
+
+Hooks the blocks themselves, because what transformers calls the last hidden state has been through the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..common.errors import InputError, RunFailed
+from ..common.sample import NO_TOKEN, Sample
+from .engine import Document, EngineJob, Outcome, WriterCounts
+from .intake import Intake
+from .target import find_blocks
+
+
+def transformers_version() -> str:
+    """The installed version."""
+    import transformers
+
+    return str(transformers.__version__)
+
+
+class TransformersEngine:
+    """See `engine.Engine`."""
+
+    def __init__(self, job: EngineJob) -> None:
+        """Load the target in bfloat16. Raises InputError when it cannot be loaded."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.job = job
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                job.target.folder, dtype=torch.bfloat16, trust_remote_code=job.config.trust_remote_code, local_files_only=True
+            )
+        except Exception as error:
+            raise InputError(f"transformers cannot load it: {error}", place=f"--model {job.target.name}") from error
+        self._model = model.to(self._device).eval()
+        _, _, self._blocks = find_blocks(self._model, job.target.spec.num_layers, f"--model {job.target.name}")
+        self._intake = Intake(job.cache)
+
+    def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
+        """See `engine.Engine`."""
+        upcoming = iter(documents)
+        while batch := list(islice(upcoming, self.job.config.batch_size)):
+            yield self._batch(batch)
+
+    def counts(self) -> WriterCounts:
+        """See `engine.Engine`."""
+        return WriterCounts(**self._intake.counts())
+
+    def close(self, *, publish: bool) -> WriterCounts:
+        """See `engine.Engine`."""
+        self._intake.close(publish=publish)
+        return self.counts()
+
+    def _batch(self, documents: list[Document]) -> list[Outcome]:
+        answers = [self._generate(document) if self.job.config.generate else None for document in documents]
+        fed = [
+            document.input_ids if answer is None else np.concatenate([document.input_ids, answer[:-1]]).astype(np.int32)
+            for document, answer in zip(documents, answers, strict=True)
+        ]
+        states, top1 = self._forward(fed)
+        return [self._store(*row) for row in zip(documents, answers, fed, states, top1, strict=True)]
+
+    def _store(self, document: Document, answer: np.ndarray | None, input_ids: np.ndarray, bits_TCH: np.ndarray, top1: int) -> Outcome:
+        mask = document.loss_mask
+        if answer is not None:
+            mask = np.zeros(len(input_ids), np.uint8)
+            mask[len(document) :] = 1
+        following = NO_TOKEN if answer is None else int(answer[-1])
+        sample = Sample(
+            key=document.key,
+            source=document.source,
+            source_row=document.source_row,
+            input_ids=input_ids,
+            loss_mask=mask,
+            hidden_states=bits_TCH[:, :-1],
+            verifier_last_hidden_states=bits_TCH[:, -1],
+            engine_top1=top1,
+            next_token=following,
+        )
+        reason = self._intake.offer(sample)
+        if reason is not None:
+            return Outcome(document, reject=reason)
+        return Outcome(document, len(input_ids), int(mask.sum()) + (following != NO_TOKEN), top1, bits_TCH[-1, -1].copy())
+
+    def _forward(self, fed: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+        """Per document its states, uint16 [T, L + 1, H] with the verifier's last, and the most likely next token."""
+        import torch
+
+        features = self.job.spec.settings.features
+        longest = max(len(ids) for ids in fed)
+        ids_ST = torch.zeros((len(fed), longest), dtype=torch.int64)
+        attended_ST = torch.zeros_like(ids_ST)
+        for row, ids in enumerate(fed):  # padded on the right: no token sees what comes after it
+            ids_ST[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
+            attended_ST[row, : len(ids)] = 1
+        layers = (*features.layer_ids, features.verifier_layer)
+        with torch.inference_mode(), hooked(self._blocks, layers) as outputs:
+            logits_STV = self._model(input_ids=ids_ST.to(self._device), attention_mask=attended_ST.to(self._device), use_cache=False).logits
+            states, top1 = [], []
+            for row, ids in enumerate(fed):
+                rows_TCH = torch.stack([outputs[layer][row, : len(ids)] for layer in layers], dim=1).to(torch.bfloat16).cpu()
+                states.append(rows_TCH.view(torch.int16).numpy().view(np.uint16))
+                top1.append(int(logits_STV[row, len(ids) - 1].argmax()))
+        return states, top1
+
+    def _generate(self, document: Document) -> np.ndarray:
+        """The target's answer, int32 [N], its end-of-turn token included."""
+        import torch
+        from transformers import GenerationConfig
+
+        config = self.job.config
+        torch.manual_seed(int.from_bytes(document.key[:4], "little") ^ config.seed)
+        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature else {"do_sample": False}
+        stops = list(self.job.stop_token_ids)
+        longest = min(config.max_new_tokens, config.max_length - len(document))
+        settings = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=(stops or [0])[0], **sampling)
+        ids_1T = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self._device)
+        with torch.inference_mode():
+            out_1T = self._model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
+        answer = out_1T[0, len(document) :].cpu().numpy().astype(np.int32)
+        if not len(answer):
+            raise RunFailed("the target generated nothing", place="transformers")
+        return np.asarray(answer)
+
+
+@contextmanager
+def hooked(blocks: Any, layers: Iterable[int]) -> Iterator[dict[int, Any]]:
+    """Collect the outputs of the given blocks, [S, T, H] each, while the model runs."""
+    outputs: dict[int, Any] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [blocks[layer].register_forward_hook(keep(layer)) for layer in set(layers)]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,240 @@
+"""The vLLM engine: feeds documents, keeps the batch full, and asks the worker to commit what finished.
+
+The worker (connector.py) holds the features; here only ids, the engine's top-1 token and the last verifier row pass.
+`generate()` may return before the worker has gathered a request's rows, so a document is done when the worker says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..common import errors
+from ..common.errors import InputError, RunFailed
+from ..common.sample import NO_TOKEN
+from .engine import Document, EngineJob, Outcome, WriterCounts
+from .vllm_setup import EngineLog, check_engine_args, extraction_arguments, quiet_environment, vllm_version
+
+GATHER_SECONDS = 120.0
+"""How long finished documents may wait for their rows before the engine counts as broken."""
+
+
+@dataclass
+class _Finished:
+    """A document whose request has finished, to be committed."""
+
+    document: Document
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    engine_top1: int
+    next_token: int
+
+    def wire(self) -> list[Any]:
+        document = self.document
+        ids, mask = self.input_ids.astype(np.int32).tobytes(), self.loss_mask.astype(np.uint8).tobytes()
+        return [document.key.hex(), ids, mask, document.source, document.source_row, self.engine_top1, self.next_token]
+
+    def outcome(self, verifier_row: bytes) -> Outcome:
+        supervised = int(self.loss_mask.sum()) + (self.next_token != NO_TOKEN)
+        return Outcome(self.document, len(self.input_ids), supervised, self.engine_top1, np.frombuffer(verifier_row, np.uint16))
+
+
+class VllmEngine:
+    """See `engine.Engine`."""
+
+    def __init__(self, job: EngineJob) -> None:
+        """Start vLLM. Raises InputError for arguments that it does not take, RunFailed when it cannot start."""
+        vllm_version()
+        check_engine_args(job.config.engine_args)
+        self.job = job
+        self._counts = WriterCounts()
+        self._closed = False
+        self._log = EngineLog()
+        with quiet_environment():
+            arguments = extraction_arguments(job)
+            self._max_len = int(arguments["max_model_len"])
+            self._in_flight_limit = 2 * int(arguments["max_num_seqs"])
+            self._engine = self._start(arguments)
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        try:
+            engine_args = EngineArgs(**arguments)
+        except TypeError as error:
+            raise InputError(f"vLLM does not take this: {error}", place="--engine-arg", fix="see `vllm serve --help` for its arguments") from None
+        try:
+            with self._log.capture():
+                return LLMEngine.from_engine_args(engine_args)
+        except Exception as error:
+            raise self._failed("vLLM could not start", error) from error
+
+    def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
+        """See `engine.Engine`."""
+        upcoming = iter(documents)
+        running: dict[str, Document] = {}
+        waiting: list[_Finished] = []
+        waiting_since = time.monotonic()
+        number, exhausted = 0, False
+        while True:
+            refused: list[Outcome] = []
+            while not exhausted and len(running) < self._in_flight_limit:
+                document = next(upcoming, None)
+                if document is None:
+                    exhausted = True
+                    break
+                reason = self._submit(str(number), document)
+                if reason is None:
+                    running[str(number)] = document
+                else:
+                    refused.append(Outcome(document, reject=reason))
+                number += 1
+            if refused:
+                yield refused
+            if not running and not waiting:
+                if exhausted:
+                    return
+                continue
+            finished = self._step(running)
+            if finished or not waiting:
+                waiting_since = time.monotonic()
+            waiting, outcomes = self._commit([*waiting, *finished])
+            if outcomes:
+                waiting_since = time.monotonic()
+                yield outcomes
+            elif waiting and not running:
+                if time.monotonic() - waiting_since > GATHER_SECONDS:
+                    raise RunFailed(f"vLLM finished {len(waiting)} documents but did not give their rows within {GATHER_SECONDS:.0f} s", place="vLLM")
+                time.sleep(0.002)  # the engine gathers them in its next step, which it makes by itself
+
+    def _submit(self, request_id: str, document: Document) -> str | None:
+        """Queue one document; the reason when vLLM refuses it."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from .connector import KEY_PARAM
+
+        config, length = self.job.config, len(document)
+        room = self._max_len - length
+        if room < 1:
+            return f"it has {length} tokens; this model in vLLM takes {self._max_len - 1}"
+        parameters: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
+        if config.generate:
+            answer = min(config.max_new_tokens, config.max_length - length, room)
+            parameters = {
+                "max_tokens": answer,
+                "temperature": config.temperature,
+                "seed": int.from_bytes(document.key[:4], "little") ^ config.seed if config.temperature else None,
+                "stop_token_ids": list(self.job.stop_token_ids),
+            }
+        sampling = SamplingParams(
+            **parameters,
+            logprobs=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": {KEY_PARAM: document.key.hex()}},
+        )
+        try:
+            self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": document.input_ids.tolist()}, sampling)
+        except ValueError as error:
+            return f"vLLM refused it: {str(error).strip().splitlines()[0]}"
+        except Exception as error:
+            raise self._failed("vLLM died", error) from error
+        return None
+
+    def _step(self, running: dict[str, Document]) -> list[_Finished]:
+        """Let the engine work until it has something to say; the documents that finished."""
+        if not running:
+            if not _in_own_process(self._engine):
+                self._engine.step()
+            return []
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            raise self._failed("vLLM died", error) from error
+        return [self._finish(running.pop(output.request_id), output) for output in outputs if output.finished]
+
+    def _finish(self, document: Document, output: Any) -> _Finished:
+        completion = output.outputs[0]
+        generated = list(completion.token_ids)
+        top1 = _top_token(completion.logprobs[-1])
+        if not self.job.config.generate:
+            return _Finished(document, document.input_ids, document.loss_mask, top1, NO_TOKEN)
+        rows = np.concatenate([document.input_ids, np.asarray(generated[:-1], np.int32)])
+        mask = np.zeros(len(rows), np.uint8)
+        mask[len(document) :] = 1
+        return _Finished(document, rows, mask, top1, int(generated[-1]))
+
+    def _commit(self, finished: list[_Finished]) -> tuple[list[_Finished], list[Outcome]]:
+        """(still waiting for their rows, outcomes)."""
+        if not finished:
+            return [], []
+        from .connector import STORED, WAITING
+
+        answer = self._ask("dflash_commit", [item.wire() for item in finished])
+        waiting, outcomes = [], []
+        for item, (status, reason, verifier_row) in zip(finished, answer["results"], strict=True):
+            if status == WAITING:
+                waiting.append(item)
+            elif status == STORED:
+                outcomes.append(item.outcome(verifier_row))
+            else:
+                outcomes.append(Outcome(item.document, reject=reason))
+        return waiting, outcomes
+
+    def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call the writing worker. Raises the error that it met as that same error."""
+        try:
+            answers = self._engine.collective_rpc(method, args=arguments)
+        except Exception as error:
+            raise self._failed("vLLM died", error) from error
+        answer: dict[str, Any] = next(answer for answer in answers if answer is not None)
+        self._counts = WriterCounts(**answer["counts"])
+        if answer["error"] is not None:
+            raise _rebuild(answer["error"])
+        return answer
+
+    def counts(self) -> WriterCounts:
+        """See `engine.Engine`."""
+        return self._counts
+
+    def close(self, *, publish: bool) -> WriterCounts:
+        """See `engine.Engine`."""
+        if self._closed:
+            return self._counts
+        self._closed = True
+        try:
+            self._ask("dflash_close", publish)
+        finally:
+            with suppress(Exception):
+                self._engine.engine_core.shutdown()
+            self._log.close()
+        return self._counts
+
+    def _failed(self, what: str, error: Exception) -> RunFailed:
+        self._closed = True
+        fix = "set VLLM_LOGGING_LEVEL=INFO to see its own log; published parts are kept, and the same command continues"
+        return RunFailed(f"{what}: {self._log.reason(error)}", place="vLLM", fix=fix)
+
+
+def _in_own_process(engine: Any) -> bool:
+    return type(engine.engine_core).__name__ != "InprocClient"
+
+
+def _top_token(logprobs: dict[int, Any]) -> int:
+    """The most likely token of one step, whatever was sampled."""
+    return int(max(logprobs, key=lambda token: logprobs[token].logprob))
+
+
+def _rebuild(described: dict[str, Any]) -> errors.DflashError:
+    """The error that the worker described."""
+    kind = getattr(errors, str(described["kind"]), RunFailed)
+    details = {name: described[name] for name in ("place", "found", "expected", "fix")}
+    rebuilt: errors.DflashError = kind(described["problem"], **details)
+    return rebuilt

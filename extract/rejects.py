@@ -1,0 +1,52 @@
+"""Rows that were not stored: the exception that rejects one, and the list of them in the cache (`rejects.jsonl`)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..common import atomic, layout
+
+
+class RowRejected(Exception):
+    """One row cannot be used; its text is the reason. Never ends a run."""
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A row that was not stored, and why."""
+
+    source: str
+    row: int
+    """0-based."""
+    reason: str
+
+
+def count_reasons(rejects: Iterable[Reject]) -> dict[str, int]:
+    """How often each reason occurs, commonest first; numbers in a reason are left out, so that like reasons meet."""
+    return dict(Counter(_kind(reject.reason) for reject in rejects).most_common())
+
+
+def _kind(reason: str) -> str:
+    words = reason.split(":")[0].split()
+    return " ".join("N" if word.strip(".,()").isdigit() else word for word in words)
+
+
+def save_rejects(cache: Path, rejects: Iterable[Reject], looked_at: Collection[tuple[str, int]]) -> None:
+    """Write `rejects.jsonl`: this run's, and those of earlier runs about rows that this run did not look at."""
+    path = cache / layout.REJECTS
+    kept = [reject for reject in load_rejects(cache) if (reject.source, reject.row) not in looked_at]
+    lines = sorted({*kept, *rejects}, key=lambda reject: (reject.source, reject.row))
+    if lines or path.exists():
+        atomic.write_bytes(path, "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in lines).encode())
+
+
+def load_rejects(cache: Path) -> list[Reject]:
+    """The listed rejects; none when the file is not there."""
+    path = cache / layout.REJECTS
+    if not path.is_file():
+        return []
+    return [Reject(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]

@@ -1,0 +1,95 @@
+"""Tiny random targets that vLLM and transformers can load, made in a second: 6 blocks, 64 wide, a byte-level tokenizer.
+
+Plain functions, so that other tests can build their own. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BOS, START, END, PAD = "<bos>", "<|im_start|>", "<|im_end|>", "<pad>"
+SPECIAL = (BOS, START, END, PAD)
+VOCAB_SIZE = 320
+NUM_LAYERS = 6
+HIDDEN_SIZE = 64
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Like most shipped templates it has no generation tags."""
+CHATML_BOS = "{{ bos_token }}" + CHATML
+CHATML_THINK = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+)
+"""The generation prompt ends in an empty thought."""
+CHATML_REWRITES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>' + m.get('reasoning_content', '') + '</think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Only the last assistant turn keeps its thought."""
+
+
+def build_tokenizer(template: str | None = CHATML, *, prepend_bos: bool = False) -> Any:
+    """Byte-level, no merges: one token a byte, and four special tokens. `prepend_bos`: adds <bos> unless told not to."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index + len(SPECIAL) for index, character in enumerate(alphabet)}
+    vocab |= {token: index for index, token in enumerate(SPECIAL)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if prepend_bos:
+        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=END, pad_token=PAD, additional_special_tokens=[START])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def build_target(folder: Path, kind: str = "llama", *, seed: int = 0, tied: bool = False, template: str | None = CHATML, **overrides: Any) -> Path:
+    """Save a random bfloat16 target: `kind` llama or qwen3. Its weights are large enough for sharp, different predictions."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 128,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
+    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(sizes | overrides))).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    build_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
+    """A row: user and assistant in turn."""
+    turns = [{"role": "system", "content": system}] if system is not None else []
+    turns += [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    return {"messages": turns}
+
+
+def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
+    """One row a line; a str is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path

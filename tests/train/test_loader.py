@@ -1,0 +1,132 @@
+"""The loader: each document once an epoch, whole, with its own states; the same rows whenever it is asked again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dflash_cache.common import planes
+from dflash_cache.common.errors import InputError
+from dflash_cache.train.batch import PADDING
+from dflash_cache.train.loader import RowLoader
+from dflash_cache.train.reader import CacheReader
+
+LENGTHS = [10, 20, 30, 25, 18, 7, 33, 64, 12, 50, 3, 28]
+
+
+def make_loader(*caches, **options):
+    return RowLoader([CacheReader(cache) for cache in caches], **{"layer_ids": None, "row_tokens": 64, "need_verifier": True, "seed": 0, **options})
+
+
+def states(planes_):
+    return planes.decode(planes_.exponent.numpy(), planes_.sign_mantissa.numpy(), planes_.mantissa_bits)
+
+
+def test_every_document_arrives_whole_with_its_own_states_tokens_and_following_tokens(write_cache):
+    cache, _, samples = write_cache(lengths=LENGTHS, next_token=9)
+    seen = []
+    for batch in make_loader(cache).epoch(0):
+        features, verifier = states(batch.features), states(batch.verifier)
+        for number, (_, sample) in enumerate(batch.sample_ids):
+            seen.append(sample)
+            here = np.flatnonzero(batch.document_T.numpy() == number)
+            wanted = samples[sample]
+            assert batch.position_T[here].tolist() == list(range(len(wanted)))
+            assert np.array_equal(batch.input_ids_T[here], wanted.input_ids)
+            assert np.array_equal(features[here], wanted.hidden_states)
+            assert np.array_equal(verifier[here], wanted.verifier_last_hidden_states)
+            assert batch.next_ids_T[here].tolist() == [*wanted.input_ids[1:], 9]
+            assert batch.next_supervised_T[here].tolist() == [*wanted.loss_mask[1:].astype(bool), True]
+            assert batch.sources[number] == "data.jsonl"
+        padding = batch.document_T == PADDING
+        assert not batch.loss_mask_T[padding].any()
+        assert not batch.next_supervised_T[padding].any()
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def test_without_a_known_next_token_the_last_row_predicts_nothing(write_cache):
+    cache, _, _ = write_cache(lengths=[10])
+    batch = next(iter(make_loader(cache).epoch(0)))
+    assert batch.next_ids_T[9].item() == -1
+    assert not batch.next_supervised_T[9]
+
+
+def test_selected_layers_come_alone_and_in_ascending_order(write_cache):
+    cache, _, samples = write_cache(lengths=[30])
+    batch = next(iter(make_loader(cache, layer_ids=(4, 1), need_verifier=False).epoch(0)))
+    assert batch.verifier is None
+    assert np.array_equal(states(batch.features)[:30], samples[0].hidden_states[:, [0, 2]])
+
+
+def row_ids(loader, epoch=0, start=0):
+    return [batch.sample_ids for batch in loader.epoch(epoch, start)]
+
+
+def test_an_epoch_repeats_exactly_and_can_be_entered_anywhere(write_cache):
+    cache, _, _ = write_cache(lengths=LENGTHS * 4)
+    first = row_ids(make_loader(cache))
+    assert row_ids(make_loader(cache)) == first
+    for start in range(len(first) + 1):
+        assert row_ids(make_loader(cache), start=start) == first[start:]
+    assert row_ids(make_loader(cache), epoch=1) != first
+    assert make_loader(cache).rows_per_epoch(0) == len(first)
+
+
+def test_without_shuffle_the_order_is_that_of_the_cache(write_cache):
+    cache, _, _ = write_cache(lengths=[64] * 9)
+    assert [row[0][1] for row in row_ids(make_loader(cache, shuffle=False), epoch=3)] == list(range(9))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_do_the_same_number_of_rows_and_share_the_documents_once(write_cache, world_size):
+    cache, _, _ = write_cache(lengths=LENGTHS * 6, part_tokens=200)
+    rows = [row_ids(make_loader(cache, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len({len(r) for r in rows}) == 1
+    assert sorted(s for r in rows for row in r for s in row) == [(0, i) for i in range(len(LENGTHS) * 6)]
+
+
+def test_several_caches_are_read_as_one(write_cache):
+    one, _, _ = write_cache(lengths=[20, 30], name="one")
+    two, _, samples = write_cache(lengths=[25, 10], name="two", seed=5)
+    batches = list(make_loader(one, two).epoch(0))
+    assert sorted(s for batch in batches for s in batch.sample_ids) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for batch in batches:
+        for number, (cache, sample) in enumerate(batch.sample_ids):
+            if cache == 1:
+                here = np.flatnonzero(batch.document_T.numpy() == number)
+                assert np.array_equal(states(batch.features)[here], samples[sample].hidden_states)
+
+
+def test_a_document_longer_than_a_row_is_cut_and_its_next_token_is_its_own(write_cache):
+    cache, _, samples = write_cache(lengths=[100])
+    batch = next(iter(make_loader(cache, row_tokens=40).epoch(0)))
+    assert batch.num_tokens == 40
+    assert batch.next_ids_T[39].item() == samples[0].input_ids[40]
+
+
+def test_three_bit_features_stay_packed_until_the_device(write_cache):
+    cache, _, samples = write_cache(lengths=[30], mantissa_bits=3)
+    batch = next(iter(make_loader(cache).epoch(0)))
+    assert batch.features.sign_mantissa.shape == (64, 3, 4)
+    assert np.array_equal(states(batch.features)[:30], planes.round_mantissa(samples[0].hidden_states))
+
+
+def test_caches_of_different_precision_or_without_the_layer_are_refused(write_cache):
+    one, _, _ = write_cache(lengths=[20], name="one")
+    two, _, _ = write_cache(lengths=[20], name="two", mantissa_bits=3)
+    with pytest.raises(InputError, match="mantissa"):
+        make_loader(one, two)
+    with pytest.raises(InputError, match="layers"):
+        make_loader(one, layer_ids=(1, 3))
+
+
+def test_each_chunk_is_decoded_about_once_an_epoch(write_cache, monkeypatch):
+    from dflash_cache.train import reader as module
+
+    cache, _, _ = write_cache(lengths=np.random.default_rng(0).integers(5, 60, 400).tolist(), part_tokens=4000)
+    loader = make_loader(cache)
+    decoded = []
+    original = module._Shard.decode
+    monkeypatch.setattr(module._Shard, "decode", lambda self, number, into, compressed: (decoded.append((str(self.path), number)), original(self, number, into, compressed)))
+    for _ in loader.epoch(0):
+        pass
+    assert len(decoded) / len(set(decoded)) < 1.1

@@ -1,0 +1,72 @@
+"""Metrics: counted per block, then averaged; what is not supervised is no mistake."""
+
+from __future__ import annotations
+
+import torch
+from dflash_cache.train.metrics import BlockCounts, Walk, count_blocks, leading_right, quality, walk
+
+
+def bools(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def test_perfect_blocks_of_4_have_streak_3_and_tau_4():
+    found = quality(count_blocks(bools([[1, 1, 1]] * 2), bools([[1, 1, 1]] * 2)))
+    assert (found.accuracy, found.streak, found.tau, found.tau_full) == (1.0, 3.0, 4.0, 4.0)
+
+
+def test_streaks_are_means_over_blocks_not_products_of_accuracies():
+    found = quality(count_blocks(bools([[1, 1, 1], [0, 1, 1]]), bools([[1, 1, 1]] * 2)))
+    assert found.accuracy_per_slot == (0.5, 1.0, 1.0)
+    assert found.streak == 1.5
+
+
+def test_an_unsupervised_tail_ends_a_block_and_is_no_mistake():
+    right, carries = bools([[1, 1, 0, 0], [1, 0, 1, 1]]), bools([[1, 1, 0, 0], [1, 1, 1, 1]])
+    found = quality(count_blocks(right, carries))
+    assert leading_right(right, carries).tolist() == [2, 1]
+    assert (found.blocks, found.full_blocks) == (2, 1)
+    assert (found.streak, found.tau_full) == (1.5, 2.0)
+    assert found.accuracy == 5 / 6
+
+
+def test_padding_blocks_count_nothing():
+    right, carries = bools([[1, 1], [0, 0]]), bools([[1, 1], [0, 0]])
+    assert quality(count_blocks(right, carries)).blocks == 1
+
+
+def test_counts_add_up_to_those_of_all_blocks_together():
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(12, 5, generator=generator) < 0.5
+    carries = (torch.rand(12, 5, generator=generator) < 0.8).cumprod(1).bool()
+    parts = BlockCounts.none(6)
+    for start in range(0, 12, 5):
+        parts += count_blocks(right[start : start + 5], carries[start : start + 5])
+    assert quality(parts) == quality(count_blocks(right, carries))
+
+
+def test_no_blocks_read_zero_and_tau_1():
+    found = quality(BlockCounts.none(4))
+    assert (found.accuracy, found.streak, found.tau) == (0.0, 0.0, 1.0)
+
+
+def test_a_walk_takes_the_streak_and_the_bonus_token_and_starts_again_there():
+    # anchors 4..9; from 4 two are right, so 7 is next; from 7 none, so 8; from 8 two, past the end
+    assert walk([4, 5, 6, 7, 8, 9], [2, 9, 9, 0, 2, 9], 3) == Walk(3, 4, (2, 2, 0))
+    assert walk([4, 5, 6, 7, 8, 9], [2, 9, 9, 0, 2, 9], 3).tau == 1 + 4 / 3
+
+
+def test_a_walk_goes_on_at_the_next_turn():
+    # the turn 2..4 ends inside the first step; the next turn's first anchor is 9
+    assert walk([2, 3, 4, 9, 10], [2, 0, 0, 0, 1], 3) == Walk(3, 3, (2, 1, 0))
+
+
+def test_a_walk_with_perfect_drafts_needs_one_step_in_block_size_tokens():
+    anchors = list(range(12))  # 12 more tokens follow anchor 0, by blocks of 4
+    streaks = [min(3, 12 - anchor) for anchor in anchors]
+    assert walk(anchors, streaks, 3) == Walk(3, 9, (3, 3, 3))
+    assert walk(anchors, [0] * 12, 3).tau == 1.0
+
+
+def test_walks_add():
+    assert Walk() + walk([0, 1], [1, 0], 2) + walk([0], [2], 2) == Walk(2, 3, (2, 1))

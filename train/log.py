@@ -1,0 +1,109 @@
+"""What a run writes down as it goes: metrics.jsonl, TensorBoard events, and the note beside the progress bar.
+
+In: what steps add up to. Out: one line for each `log_every` steps, over exactly these steps. On resume, lines of steps that
+will be taken again are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..common import atomic
+from .loss import LossSums
+from .metrics import quality
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some consecutive steps. Add with +."""
+
+    sums: LossSums | None = None
+    """Of steps that changed weights; None when there were none."""
+    tokens: int = 0
+    """Read, padding aside."""
+    seconds: float = 0.0
+    """Taken."""
+    steps: int = 0
+    """Steps."""
+    skipped: int = 0
+    """Of them, steps that changed nothing."""
+    norm_sum: float = 0.0
+    """Gradient norms before clipping, summed over steps that changed weights."""
+
+    def __add__(self, other: Window) -> Window:
+        sums = self.sums + other.sums if self.sums is not None and other.sums is not None else self.sums or other.sums
+        numbers = (getattr(self, name) + getattr(other, name) for name in ("tokens", "seconds", "steps", "skipped", "norm_sum"))
+        return Window(sums, *numbers)
+
+    def means(self) -> tuple[float, float, float]:
+        """(loss, accuracy, tau); nothing learned yet reads 0, 0, 1."""
+        if self.sums is None:
+            return 0.0, 0.0, 1.0
+        drafts = quality(self.sums.counts)
+        return self.sums.mean, drafts.accuracy, drafts.tau
+
+    def note(self) -> str:
+        """For the progress bar."""
+        loss, accuracy, tau = self.means()
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"loss {loss:.3f}  accuracy {accuracy:.1%}  tau {tau:.2f}  {rate:,.0f} tok/s"
+
+
+class MetricsLog:
+    """Appends to a run's logs. `step` is where the run stands: what was logged after it is dropped first."""
+
+    def __init__(self, run: Path, step: int, tensorboard: bool) -> None:
+        self._path = run / METRICS
+        if self._path.is_file():
+            lines = self._path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            if len(kept) != len(lines):
+                atomic.write_bytes(self._path, "".join(kept).encode())
+        self._file = open(self._path, "a")  # noqa: SIM115 - closed in __exit__
+        self._board: Any = _board(run / TENSORBOARD, step) if tensorboard else None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def write(self, step: int, epoch: int, lr: float, window: Window) -> None:
+        """One line for the steps of `window`, which end with `step`."""
+        assert window.sums is not None
+        drafts = quality(window.sums.counts)
+        line = {
+            "step": step,
+            "epoch": epoch,
+            "loss": window.sums.mean,
+            "lr": lr,
+            "grad_norm": window.norm_sum / max(window.steps - window.skipped, 1),
+            **drafts.to_dict(),
+            "tokens": window.tokens,
+            "seconds": round(window.seconds, 6),
+            "tokens_per_second": round(window.tokens / window.seconds, 1) if window.seconds else 0.0,
+            "skipped_steps": window.skipped,
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name in ("loss", "lr", "grad_norm", "accuracy", "streak", "tau", "tau_full", "tokens_per_second"):
+                self._board.add_scalar(name, line[name], step)
+            for slot, value in enumerate(drafts.accuracy_per_slot, 1):
+                self._board.add_scalar(f"accuracy_slot/{slot:02d}", value, step)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(folder: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+    return SummaryWriter(str(folder), purge_step=step + 1)
