@@ -8,6 +8,10 @@ Works on CPU and CUDA, vLLM 0.25 to 0.32. Knows nothing of engines, datasets or 
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -75,6 +79,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.feature_columns: list[int] = list(extra["feature_columns"])
         self.verifier_column = int(extra["verifier_column"])
         self._group, self._block_size = _state_group(kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            _end_with_parent()
         self._finished: list[FinishedRequest] = []  # scheduler side
         self._states: torch.Tensor | None = None  # worker side
         self._is_writer = False
@@ -199,6 +205,14 @@ def _state_group(kv_cache_config: Any) -> tuple[int, int]:
     if len(ours) != 1:
         raise ValueError(f"expected the states in one of {len(groups)} KV-cache groups, found them in {ours}")
     return ours[0], int(groups[ours[0]].kv_cache_spec.block_size)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the engine's process when the extracting process is killed; its workers watch the engine."""
+    if multiprocessing.parent_process() is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
 
 
 class WorkerExtension:

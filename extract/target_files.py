@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..common import atomic, layout
+from ..common import atomic, layout, target_folder
 from ..common.errors import InputError
 from .target import Target
 from .tokens import CHAT_TEMPLATE_FILES, TOKENIZER_FILES, eos_token_ids, special_token_ids
@@ -23,7 +23,7 @@ COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *CHAT
 def write_target_files(cache: Path, target: Target, tokenizer: Any) -> None:
     """Write `cache`/target, unless it is there. Raises InputError for weights that cannot be used, DiskFull."""
     destination = cache / layout.TARGET
-    if (destination / layout.TOKENS_JSON).is_file():
+    if (destination / target_folder.SEAL).is_file():
         return
     sibling = cache / f".{layout.TARGET}.{os.getpid()}"
     with guard_space(cache):
@@ -34,6 +34,7 @@ def write_target_files(cache: Path, target: Target, tokenizer: Any) -> None:
                     shutil.copyfile(target.folder / name, sibling / name)
             _write_head(sibling / layout.HEAD_FILE, target)
             atomic.write_json(sibling / layout.TOKENS_JSON, token_table(target, tokenizer))
+            target_folder.seal(sibling)
             if destination.exists():
                 shutil.rmtree(destination)  # left behind by a run that was killed before it was complete
             atomic.publish_folder(sibling, destination)

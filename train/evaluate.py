@@ -7,6 +7,7 @@ token; `data` says the same against the text, which differs unless the target wr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from ..common.errors import InputError
 from ..common.progress import ProgressBar
 from .anchors import Anchors, candidate_rows, pad_anchors
-from .batch import PADDING, Batch
+from .batch import Batch
 from .config import EvalConfig
 from .device import Compute, resolve_compute
 from .drafter import Drafter
@@ -111,15 +112,15 @@ def evaluate(drafter_path: Path, caches: Sequence[Path], config: EvalConfig | No
     longest = max(int(reader.lengths.max()) for reader in readers)
     loader = RowLoader(readers, layer_ids=drafter.spec.target_layer_ids, row_tokens=longest, need_verifier=True, seed=0, shuffle=False)
     tally = _Tally(drafter.spec)
-    total = sum(reader.num_samples for reader in readers)
+    first_of = [sum(reader.num_samples for reader in readers[:cache]) for cache in range(len(readers))]
+    documents = min(sum(reader.num_samples for reader in readers), limit or sys.maxsize)
     try:
-        with ProgressBar("evaluate", min(total, limit or total)) as bar, torch.inference_mode():
+        with ProgressBar("evaluate", documents) as bar, torch.inference_mode():
             for batch in loader.epoch(0):
-                if limit is not None and tally.documents + len(batch.sample_ids) > limit:
-                    batch = first_documents(batch, limit - tally.documents)
-                tally.add(batch, *draft_row(drafter, head, batch, compute, config.chunk_blocks))
-                bar.update(len(batch.sample_ids), f"tau {tally.walk.tau:.2f}")
-                if limit is not None and tally.documents >= limit:
+                wanted = [first_of[cache] + sample < documents for cache, sample in batch.sample_ids]
+                tally.add(batch, wanted, *draft_row(drafter, head, only_documents(batch, wanted), compute, config.chunk_blocks))
+                bar.update(sum(wanted), f"tau {tally.walk.tau:.2f}")
+                if tally.documents == documents:
                     break
     finally:
         loader.close()
@@ -137,17 +138,10 @@ def check_fits(spec: DrafterSpec, reader: CacheReader, place: Path) -> None:
         raise InputError("the drafter was trained for another target", place=str(place), found=names.format(*ours), expected=wanted)
 
 
-def first_documents(batch: Batch, count: int) -> Batch:
-    """The row with all documents from number `count` on turned into padding."""
-    beyond_T = batch.document_T >= count
-    return replace(
-        batch,
-        document_T=batch.document_T.masked_fill(beyond_T, PADDING),
-        loss_mask_T=batch.loss_mask_T & ~beyond_T,
-        next_supervised_T=batch.next_supervised_T & ~beyond_T,
-        sample_ids=batch.sample_ids[:count],
-        sources=batch.sources[:count],
-    )
+def only_documents(batch: Batch, wanted: Sequence[bool]) -> Batch:
+    """The row with nothing supervised in the documents that are not wanted."""
+    wanted_T = torch.tensor([*wanted, False])[batch.document_T.long()]  # padding is -1, the last entry
+    return replace(batch, loss_mask_T=batch.loss_mask_T & wanted_T, next_supervised_T=batch.next_supervised_T & wanted_T)
 
 
 @dataclass(frozen=True)
@@ -204,7 +198,7 @@ class _Tally:
         self.walk, self.data_walk, self.by_source = Walk(), Walk(), dict[str, Walk]()
         self.documents = self.without = 0
 
-    def add(self, batch: Batch, *blocks: DraftedBlocks) -> None:
+    def add(self, batch: Batch, wanted: Sequence[bool], *blocks: DraftedBlocks) -> None:
         anchors: dict[int, list[int]] = {}
         streaks: dict[int, tuple[list[int], list[int]]] = {}
         for drafted in blocks:
@@ -223,8 +217,8 @@ class _Tally:
             self.walk += walked
             self.by_source[source] = self.by_source.get(source, Walk()) + walked
             self.data_walk += walk(rows, streaks[document][1], self.slots)
-        self.documents += len(batch.sample_ids)
-        self.without += len(batch.sample_ids) - len(anchors)
+        self.documents += sum(wanted)
+        self.without += sum(wanted) - len(anchors)
 
     def result(self, fingerprints: tuple[str, ...]) -> EvalResult:
         return EvalResult(

@@ -74,9 +74,9 @@ def mask_rule(of: Queries, document_T: torch.Tensor, window: int | None) -> Mask
         context = is_context & (document_T[row] == of.document_Q[query]) & (row < anchor)
         block = ~is_context & (of.block_Q[other] == of.block_Q[query])
         if window is not None:
-            context &= row > anchor + slot - window
             ahead = slot - of.slot_Q[other]
-            block &= (ahead >= 0) & (ahead < window)
+            context = context & (row > anchor + slot - window)  # nothing in place: the rule is compiled into the kernel
+            block = block & (ahead >= 0) & (ahead < window)
         return context | block
 
     return rule

@@ -100,9 +100,14 @@ class CacheReader:
         assert 0 <= start < stop <= found.tokens, (start, stop, found.tokens)
         chunk = found.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
-        out = [self._decode_chunks(part, array, plane, slot, first, last) for slot in slots for plane in layout.PLANES]
         keep = slice(start - first * chunk, stop - first * chunk)
-        return Rows(np.stack(out[0::2])[:, keep], np.stack(out[1::2])[:, keep])
+        decoded = []
+        for plane in layout.PLANES:
+            out = np.empty((len(slots), (last - first) * chunk, self._width(array, plane)), np.uint8)
+            for number, slot in enumerate(slots):
+                self._decode_chunks(part, array, plane, slot, first, out[number])
+            decoded.append(out[:, keep])
+        return Rows(*decoded)
 
     def read_sample(self, sample: int) -> Sample:
         """One sample, exactly as it was written."""
@@ -157,18 +162,16 @@ class CacheReader:
     def _within(self, sample: int) -> int:
         return int(sample - self._first_sample[self.part_of[sample]])
 
-    def _decode_chunks(self, part: int, array: str, plane: str, slot: int, first: int, last: int) -> np.ndarray:
-        name = layout.shard_path(array, plane, slot if array == layout.HIDDEN_STATES else None)
-        width = self.spec.hidden_size
-        if array == layout.HIDDEN_STATES and plane == layout.SIGN_MANTISSA and self.spec.mantissa_bits == planes.PACKED_BITS:
-            width //= 2
+    def _width(self, array: str, plane: str) -> int:
+        packed = array == layout.HIDDEN_STATES and plane == layout.SIGN_MANTISSA and self.spec.mantissa_bits == planes.PACKED_BITS
+        return self.spec.hidden_size // 2 if packed else self.spec.hidden_size
+
+    def _decode_chunks(self, part: int, array: str, plane: str, slot: int, first: int, into: np.ndarray) -> None:
+        """Chunks of one shard from number `first` on, as many as fill `into` (uint8 [n * chunk, width])."""
+        shard = self._shard(part, layout.shard_path(array, plane, slot if array == layout.HIDDEN_STATES else None))
         chunk = self.parts[part].manifest.chunk_tokens
-        out = np.empty(((last - first) * chunk, width), np.uint8)
-        shard = self._shard(part, name)
-        for number in range(first, last):
-            into = out[(number - first) * chunk : (number - first + 1) * chunk]
-            shard.decode(number, into, compressed=plane == layout.EXPONENT)
-        return out
+        for number in range(len(into) // chunk):
+            shard.decode(first + number, into[number * chunk : (number + 1) * chunk], compressed=plane == layout.EXPONENT)
 
     def _shard(self, part: int, name: str) -> _Shard:
         key = (part, name)

@@ -13,9 +13,9 @@ PACKAGE = "dflash_cache"
 LAYERS = {"common": set(), "extract": {"common"}, "train": {"common"}, "cli": {"common", "extract", "train"}}
 DOORS = {  # outside library -> the only files that may import it ("x/*": the whole folder)
     "click": {"cli.py"},
-    "vllm": {"extract/engine_vllm.py", "extract/connector.py", "extract/serve.py", "extract/serve_worker.py"},
+    "vllm": {"extract/connector.py", "extract/engine_vllm.py", "extract/vllm_setup.py", "extract/serve.py", "extract/serve_worker.py"},
     "datasets": {"extract/dataset.py"},
-    "torch": {"train/*", "extract/connector.py", "extract/engine_vllm.py", "extract/engine_transformers.py", "extract/target_files.py"},
+    "torch": {"train/*", "extract/connector.py", "extract/engine_vllm.py", "extract/engine_transformers.py", "extract/target.py", "extract/target_files.py"},
     "transformers": {"train/target_head.py", "extract/*"},
     "requests": set(),
     "httpx": set(),

@@ -93,3 +93,54 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
     """One row a line; a str is written as it is."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
+
+
+def build_drafter(folder: Path, target: Path, *, layer_ids: Sequence[int] = (1, 2, 3), block_size: int = 4, mask_token_id: int = 319, seed: int = 0) -> Path:
+    """A random drafter for `target` in the form that vLLM's method `dflash` loads: two blocks, no embedding, no head."""
+    import torch
+    from safetensors.torch import save_file
+
+    text = json.loads((target / "config.json").read_text())
+    hidden, vocab, depth, heads, width = text["hidden_size"], text["vocab_size"], text["num_hidden_layers"], 2, 32
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.05).bfloat16()
+
+    tensors = {"fc.weight": random(hidden, len(layer_ids) * hidden), "hidden_norm.weight": torch.ones(hidden).bfloat16(), "norm.weight": torch.ones(hidden).bfloat16()}
+    for layer in range(2):
+        prefix = f"layers.{layer}"
+        tensors |= {f"{prefix}.self_attn.{name}_proj.weight": random(heads * width, hidden) for name in ("q", "k", "v")}
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = random(hidden, heads * width)
+        tensors |= {f"{prefix}.self_attn.{name}_norm.weight": torch.ones(width).bfloat16() for name in ("q", "k")}
+        tensors |= {f"{prefix}.mlp.{name}_proj.weight": random(2 * hidden, hidden) for name in ("gate", "up")}
+        tensors[f"{prefix}.mlp.down_proj.weight"] = random(hidden, 2 * hidden)
+        tensors |= {f"{prefix}.{name}.weight": torch.ones(hidden).bfloat16() for name in ("input_layernorm", "post_attention_layernorm")}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocab,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": text["max_position_embeddings"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * 2,
+        "num_target_layers": depth,
+        "block_size": block_size,
+        "dflash_config": {"target_layer_ids": list(layer_ids), "mask_token_id": mask_token_id, "block_size": block_size},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -7,7 +7,9 @@ from dflash_cache.train.labels import SlotLabels, slot_labels
 from rows import Document, make_batch
 
 
-def labels(documents: list[Document], anchors: list[int], block_size: int = 4, keep: list[bool] | None = None, row_tokens: int | None = None) -> SlotLabels:
+def labels(
+    documents: list[Document], anchors: list[int], block_size: int = 4, keep: list[bool] | None = None, row_tokens: int | None = None
+) -> SlotLabels:
     batch = make_batch(documents, row_tokens)
     kept = torch.tensor(keep or [True] * len(anchors))
     return slot_labels(torch.tensor(anchors), kept, batch.document_T, batch.next_ids_T, batch.next_supervised_T, block_size)

@@ -11,7 +11,8 @@ from dflash_cache.train.mask_token import MaskToken, TokenTable, choose
 
 
 def table(**changes: Any) -> TokenTable:
-    values: dict[str, Any] = {"vocab_size": 12, "tokenizer_size": 10, "pad_token_id": 2, "bos_token_id": 1, "eos_token_ids": (3,), "special_token_ids": (0, 1, 2, 3, 9)}
+    roles = {"pad_token_id": 2, "bos_token_id": 1, "eos_token_ids": (3,), "special_token_ids": (0, 1, 2, 3, 9)}
+    values: dict[str, Any] = {"vocab_size": 12, "tokenizer_size": 10, **roles}
     return TokenTable(**{**values, **changes})
 
 

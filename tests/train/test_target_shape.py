@@ -24,10 +24,18 @@ FLAT: dict[str, Any] = {
 
 def cache_spec(layer_ids: tuple[int, ...] = (1, 2, 4)) -> CacheSpec:
     target = TargetSpec(
-        content_hash="0", architecture="X", num_layers=6, hidden_size=8, vocab_size=32, final_norm="torch.nn:RMSNorm", tied_embeddings=True, logit_softcap=30.0
+        content_hash="0",
+        architecture="X",
+        num_layers=6,
+        hidden_size=8,
+        vocab_size=32,
+        final_norm="torch.nn:RMSNorm",
+        tied_embeddings=True,
+        logit_softcap=30.0,
     )
     text = TextSpec(tokenizer_hash="1", chat_template_hash="2", max_length=64)
-    return CacheSpec(settings=Settings(target=target, features=FeatureSpec(layer_ids=layer_ids, verifier_layer=5), text=text, engine=EngineSpec(name="fake", version="0")))
+    features, engine = FeatureSpec(layer_ids=layer_ids, verifier_layer=5), EngineSpec(name="fake", version="0")
+    return CacheSpec(settings=Settings(target=target, features=features, text=text, engine=engine))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,8 @@ def test_the_drafter_takes_the_targets_shape_all_stored_layers_and_its_head():
 
 
 def test_partial_rotary_and_multi_axis_positions_are_not_inherited():
-    config = {**FLAT, "partial_rotary_factor": 0.25, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}}
+    rope = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}
+    config = {**FLAT, "partial_rotary_factor": 0.25, "rope_parameters": rope}
     spec = resolve(ModelConfig(), cache_spec(), target_shape(config), mask_token_id=3)
     assert spec.rope_theta == 1e7
     assert not [name for name in type(spec).model_fields if "partial" in name or "mrope" in name]
@@ -72,7 +81,8 @@ def test_partial_rotary_and_multi_axis_positions_are_not_inherited():
 
 def test_every_size_that_cannot_be_read_is_named():
     per_layer = {**FLAT, "num_key_value_heads": [1, 2], "num_attention_heads": [2, 2], "head_dim": None, "rope_theta": None}
-    with pytest.raises(InputError, match=r"(?s)num_attention_heads, num_key_value_heads, head_dim, rope_theta.*--set model\.num_attention_heads") as caught:
+    names = r"(?s)num_attention_heads, num_key_value_heads, head_dim, rope_theta.*--set model\.num_attention_heads"
+    with pytest.raises(InputError, match=names) as caught:
         resolve(ModelConfig(), cache_spec(), target_shape(per_layer), mask_token_id=3)
     assert caught.value.exit_code == 2
 

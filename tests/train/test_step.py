@@ -1,0 +1,210 @@
+"""One row: a loss by hand, packing, splitting, padding, noise, labels, and what is computed only once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dflash_cache.train.batch import Batch
+from dflash_cache.train.config import LossConfig
+from dflash_cache.train.device import Compute
+from dflash_cache.train.drafter import Drafter
+from dflash_cache.train.loss import LossSums
+from dflash_cache.train.step import RowLoss, StepSeeds, row_inputs, row_loss
+from dflash_cache.train.teacher import TeacherCache
+from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
+
+ALL = LossConfig()  # so few tokens: every valid anchor is drawn
+
+
+def loss_of(
+    drafter: Drafter,
+    batch: Batch,
+    config: LossConfig = ALL,
+    head: TinyHead | None = None,
+    cache: TeacherCache | None = None,
+    compute: Compute = CPU32,
+) -> RowLoss:
+    return row_loss(drafter, drafter.spec, head or TinyHead(), batch, config, compute, StepSeeds.at(0, 0, 0, 0, compute.device), cache)
+
+
+CPU64 = replace(CPU32, dtype=torch.float64)
+
+
+def gradients(
+    drafter: Drafter, batches: list[Batch], config: LossConfig = ALL, compute: Compute = CPU32
+) -> tuple[list[torch.Tensor], LossSums]:
+    """Of the mean over all rows, as the trainer makes it."""
+    drafter.to(compute.dtype).zero_grad()
+    sums = LossSums.none(drafter.spec.block_size)
+    for batch in batches:
+        row = loss_of(drafter, batch, config, head=TinyHead(dtype=compute.dtype), compute=compute)
+        if row.loss is not None:
+            row.loss.backward()
+        sums = sums + row.sums
+    return [p.grad / float(sums.weight_sum) for p in drafter.parameters()], sums
+
+
+def test_the_loss_of_a_ten_token_document_by_hand():
+    """Supervised from token 3, block 4, gamma 4. Anchors 3..8; slot k of anchor a has its label at a+k, while a+k <= 9.
+
+    The drafter's last norm is set to zero, so that all its logits are 0 and every slot costs log 32. Slots: anchors 3 to 6
+    have three each, anchor 7 two, anchor 8 one. With e = exp(-1/4): weights 6 * 1 + 5 * e + 4 * e^2.
+    """
+    drafter = tiny_drafter()
+    drafter.norm.weight.data.zero_()
+    batch = make_batch([Document(10, supervised=[0, 0, 0, 1, 1, 1, 1, 1, 1, 1])])
+    sums = loss_of(drafter, batch).sums
+    e = 0.7788007830714049
+    weights = 6 + 5 * e + 4 * e * e
+    assert float(sums.weight_sum) == pytest.approx(weights, rel=1e-6)
+    assert float(sums.loss_sum) == pytest.approx(weights * 3.4657359, rel=1e-6)
+    assert sums.mean == pytest.approx(3.4657359, rel=1e-6)
+    assert sums.counts.count_S.tolist() == [6, 5, 4]
+    assert (int(sums.counts.blocks), int(sums.counts.full_blocks)) == (6, 4)
+
+
+def test_labels_are_the_argmax_of_the_row_before_the_slot():
+    """A head and states made so that row r's teacher token is r + 4: the loss must ask slot k of anchor a for a + k - 1 + 4."""
+    head = TinyHead()
+    rows = torch.arange(10)
+    head.teacher_tokens = lambda states: states[:, 0].long() + 4  # type: ignore[method-assign]
+    verifier = torch.zeros(10, 8)
+    verifier[:, 0] = rows
+    asked: list[torch.Tensor] = []
+    import dflash_cache.train.step as step
+
+    original = step.chunked_loss
+
+    def watch(*args, **kwargs):
+        asked.append(kwargs["label_M"])
+        return original(*args, **kwargs)
+
+    step.chunked_loss = watch
+    try:
+        loss_of(tiny_drafter(), make_batch([Document(10, supervised=[0] * 6 + [1] * 4, verifier=verifier.bfloat16())]), head=head)
+    finally:
+        step.chunked_loss = original
+    # anchors 6, 7, 8; teacher rows 6 7 8 | 7 8 | 8
+    assert asked[0].tolist() == [10, 11, 12, 11, 12, 12]
+
+
+def test_data_labels_are_the_text_and_need_no_verifier_states():
+    batch = make_batch([Document(10, ids=range(10, 20))])
+    row = loss_of(tiny_drafter(), replace(batch, verifier=None), LossConfig(label="data"))
+    assert row.loss is not None
+    assert float(row.loss) > 0
+
+
+@pytest.mark.parametrize("label", ["teacher", "data", "soft"])
+@pytest.mark.parametrize("changes", [{}, {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3}])
+def test_a_document_alone_and_packed_gives_the_same_loss_and_gradients(label: str, changes: dict):
+    """Every label and attention runs forward and backward here."""
+    documents = [Document(10, seed=1), Document(13, seed=2, next_token=9), Document(7, seed=3)]
+    drafter, config = tiny_drafter(**changes), LossConfig(label=label)
+    packed, packed_sums = gradients(drafter, [make_batch(documents, 40)], config)
+    alone, alone_sums = gradients(drafter, [make_batch([d]) for d in documents], config)
+    assert packed_sums.mean == pytest.approx(alone_sums.mean, rel=1e-6)
+    assert packed_sums.counts.count_S.tolist() == alone_sums.counts.count_S.tolist()
+    for one, other in zip(packed, alone):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_the_update_does_not_depend_on_how_documents_are_split_into_rows():
+    """Documents with 1, 1, 4 and 4 anchors: in rows [1, 1 | 4, 4] and [1, 4 | 1, 4], and in one row."""
+    sizes = {1: [0] * 8 + [1, 1], 4: [0] * 5 + [1] * 5}
+    documents = [Document(10, seed=i, supervised=sizes[count]) for i, count in enumerate((1, 1, 4, 4))]
+    splits = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[0], [1], [2], [3]]]
+    results = [gradients(tiny_drafter(), [make_batch([documents[i] for i in row]) for row in split])[0] for split in splits]
+    for other in results[1:]:
+        for one, two in zip(results[0], other):
+            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
+
+
+def test_padding_blocks_change_neither_loss_nor_gradients(monkeypatch: pytest.MonkeyPatch):
+    import dflash_cache.train.step as step
+
+    batch = make_batch([Document(12)], 16)
+    plain, sums = gradients(tiny_drafter(), [batch], compute=CPU64)
+    monkeypatch.setattr(step, "pad_multiple", lambda *_: 14)  # 9 real blocks and 5 of padding
+    padded, padded_sums = gradients(tiny_drafter(), [batch], compute=CPU64)
+    assert padded_sums.mean == pytest.approx(sums.mean, rel=1e-12)
+    assert padded_sums.counts.count_S.tolist() == sums.counts.count_S.tolist()
+    for one, two in zip(plain, padded):
+        torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-8)
+
+
+def test_a_row_without_anchors_adds_nothing():
+    row = loss_of(tiny_drafter(), make_batch([Document(20, supervised=[0] * 19 + [1])]))
+    assert row.loss is None
+    assert float(row.sums.weight_sum) == 0
+
+
+def test_overlapping_blocks_do_not_leak_into_each_other():
+    """Changing the features of row 12 leaves the losses of blocks at 10 and 12 as they are, bit for bit."""
+    supervised = [0] * 10 + [1, 1, 0, 1, 1] + [0] * 5
+
+    def losses(row: int | None) -> float:
+        batch = make_batch([Document(20, supervised=supervised)])
+        if row is not None:
+            batch.features.exponent[row] ^= 1
+        return float(loss_of(tiny_drafter(), batch).sums.loss_sum)
+
+    base = losses(None)  # anchors 10 and 13
+    assert losses(13) == losses(19) == base
+    assert losses(12) != base
+    assert losses(9) != base
+
+
+def test_noise_touches_the_input_of_fc_only_and_is_bounded():
+    batch, generator = make_batch([Document(10)]), torch.Generator().manual_seed(0)
+    plain, noisy = row_inputs(batch, CPU32).features_TF, row_inputs(batch, CPU32, 0.25, generator).features_TF
+    assert not torch.equal(plain, noisy)
+    assert float((plain - noisy).abs().max()) <= 0.25
+    head, seen = TinyHead(), []
+    original = head.teacher_tokens
+    head.teacher_tokens = lambda states: (seen.append(states.clone()), original(states))[1]  # type: ignore[method-assign]
+    quiet = loss_of(tiny_drafter(), batch, head=head)
+    loud = loss_of(tiny_drafter(), batch, LossConfig(feature_noise=0.25), head=head)
+    assert torch.equal(seen[0], seen[1])
+    assert float(quiet.loss) != float(loud.loss)
+    again = loss_of(tiny_drafter(), batch, LossConfig(feature_noise=0.25))
+    assert float(again.loss) == float(loud.loss)
+
+
+def test_the_teacher_runs_once_per_row_and_only_where_asked_and_later_not_at_all():
+    head, cache, drafter = TinyHead(), TeacherCache(1 << 20), tiny_drafter()
+    batch = make_batch([Document(10, seed=1), Document(12, seed=2, supervised=[0] * 6 + [1] * 6)], 32)
+    first = loss_of(drafter, batch, head=head, cache=cache)
+    assert head.rows_asked == 7 + 5  # rows 2..8 of the first (anchors 2..8), 6..10 of the second
+    second = loss_of(drafter, batch, head=head, cache=cache)
+    assert head.rows_asked == 12
+    assert float(first.loss) == float(second.loss)
+
+
+def test_remembering_teacher_tokens_changes_nothing_when_rows_are_packed_differently():
+    one, two = Document(10, seed=1), Document(12, seed=2)
+    cache, drafter = TeacherCache(1 << 20), tiny_drafter()
+    loss_of(drafter, make_batch([one, two], first_sample=0), LossConfig(anchors_per_row=3), cache=cache)
+    other = make_batch([two], first_sample=1)
+    assert float(loss_of(drafter, other, cache=cache).loss) == float(loss_of(drafter, other).loss)
+
+
+def test_a_full_teacher_cache_starts_anew():
+    cache, drafter, head = TeacherCache(4 * 15), tiny_drafter(), TinyHead()
+    for sample in (0, 1, 0):
+        loss_of(drafter, make_batch([Document(10, seed=sample)], first_sample=sample), head=head, cache=cache)
+    assert head.rows_asked == 3 * 7
+
+
+def test_anchors_depend_on_seed_step_row_and_rank_and_on_nothing_else():
+    batch, config = make_batch([Document(60)]), LossConfig(anchors_per_row=4)
+
+    def at(*parts: int) -> float:
+        torch.manual_seed(sum(parts))  # global randomness plays no part
+        return float(row_loss(drafter, drafter.spec, TinyHead(), batch, config, CPU32, StepSeeds.at(*parts, CPU32.device)).loss)
+
+    drafter = tiny_drafter()
+    assert at(0, 5, 0, 0) == at(0, 5, 0, 0)
+    assert len({at(0, 5, 0, 0), at(1, 5, 0, 0), at(0, 6, 0, 0), at(0, 5, 1, 0), at(0, 5, 0, 1)}) == 5
