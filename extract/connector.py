@@ -23,9 +23,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector, extract_from_kv_cache
 
-from ..common.errors import DflashError
 from ..common.sample import Sample
 from .intake import Intake
+from .remote_errors import describe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -236,7 +236,7 @@ class WorkerExtension:
             for document in documents:
                 results.append(_commit(connector, connector.intake, *document))
         except Exception as problem:
-            error = _describe(problem)
+            error = describe(problem)
         return {"results": results, "counts": connector.intake.counts(), "error": error}
 
     def dflash_close(self, publish: bool) -> dict[str, Any] | None:
@@ -248,7 +248,7 @@ class WorkerExtension:
         try:
             connector.intake.close(publish=publish)
         except Exception as problem:
-            error = _describe(problem)
+            error = describe(problem)
         return {"counts": connector.intake.counts(), "error": error}
 
 
@@ -292,11 +292,3 @@ def _columns(bits_TCH: np.ndarray, columns: list[int]) -> np.ndarray:
     if columns == list(range(len(columns))):
         return bits_TCH[:, : len(columns)]  # no copy
     return bits_TCH[:, columns]
-
-
-def _describe(problem: Exception) -> dict[str, Any]:
-    if isinstance(problem, DflashError):
-        found = None if problem.found is None else str(problem.found)
-        shown = {"problem": problem.problem, "place": problem.place, "found": found, "expected": problem.expected, "fix": problem.fix}
-        return {"kind": type(problem).__name__, **shown}
-    return {"kind": "RunFailed", "problem": f"{type(problem).__name__}: {problem}", "place": "vLLM worker", "found": None, "expected": "", "fix": ""}

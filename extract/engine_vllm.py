@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..common import errors
 from ..common.errors import InputError, RunFailed
 from ..common.sample import NO_TOKEN
 from .engine import Document, EngineJob, Outcome, WriterCounts
+from .remote_errors import rebuild
 from .vllm_setup import EngineLog, check_engine_args, extraction_arguments, quiet_environment, vllm_version
 
 GATHER_SECONDS = 120.0
@@ -197,7 +197,7 @@ class VllmEngine:
         answer: dict[str, Any] = next(answer for answer in answers if answer is not None)
         self._counts = WriterCounts(**answer["counts"])
         if answer["error"] is not None:
-            raise _rebuild(answer["error"])
+            raise rebuild(answer["error"])
         return answer
 
     def counts(self) -> WriterCounts:
@@ -230,11 +230,3 @@ def _in_own_process(engine: Any) -> bool:
 def _top_token(logprobs: dict[int, Any]) -> int:
     """The most likely token of one step, whatever was sampled."""
     return int(max(logprobs, key=lambda token: logprobs[token].logprob))
-
-
-def _rebuild(described: dict[str, Any]) -> errors.DflashError:
-    """The error that the worker described."""
-    kind = getattr(errors, str(described["kind"]), RunFailed)
-    details = {name: described[name] for name in ("place", "found", "expected", "fix")}
-    rebuilt: errors.DflashError = kind(described["problem"], **details)
-    return rebuilt

@@ -36,6 +36,14 @@ class Estimate:
         """As a JSON document."""
         return asdict(self)
 
+    def to_text(self) -> str:
+        """For people."""
+        lines = [f"{self.rows:,} rows: {self.samples:,} samples, {self.rejects:,} rejects"]
+        lines += [f"  {count:,} x {reason}" for reason, count in self.reject_reasons.items()]
+        lines.append(f"at most {self.tokens:,} tokens ({self.supervised_tokens:,} supervised), layers {', '.join(map(str, self.layer_ids))}")
+        lines.append(f"about {self.stored_bytes / 1e9:.3f} GB on disk ({self.raw_bytes / 1e9:.3f} GB raw) in {self.parts} parts")
+        return "\n".join(lines)
+
 
 def estimate(config: ExtractConfig) -> Estimate:
     """Read and tokenize everything, and count. Raises InputError as `run` does."""

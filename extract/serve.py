@@ -23,7 +23,7 @@ from .dataset import check_sources, read_rows
 from .rejects import Reject, RowRejected, count_reasons
 from .target import read_target
 from .tokens import ConversationTokenizer, eos_token_ids, load_tokenizer
-from .vllm_setup import EngineLog, check_engine_args, on_cpu, quiet_environment, vllm_version
+from .vllm_setup import EngineLog, check_engine_args, cpu_arguments, quiet_environment, vllm_version
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -62,6 +62,19 @@ class ServedResult:
     def to_dict(self) -> dict[str, Any]:
         """As a JSON document."""
         return asdict(self)
+
+    def to_text(self) -> str:
+        """For people."""
+        rates = "  ".join(f"{accepted / self.drafts:.3f}" for accepted in self.accepted_per_position) if self.drafts else "nothing was drafted"
+        lines = [
+            f"acceptance length  {self.tau:.3f}  ({self.accepted_tokens:,} accepted of {self.draft_tokens:,} in {self.drafts:,} drafts; bonus included)"
+            if self.tau is not None
+            else "acceptance length  nothing was drafted",
+            f"accepted by place  {rates}",
+            f"tokens/s           {self.tokens_per_second_without:.1f} without, {self.tokens_per_second_with:.1f} with the drafter: {self.speed_up:.2f} times",
+            f"prompts            {self.prompts:,}; {self.differing_outputs:,} answers differ from those without the drafter",
+        ]
+        return "\n".join(lines + [f"  not served: {count:,} x {reason}" for reason, count in self.rejects.items()])
 
 
 @dataclass(frozen=True)
@@ -210,13 +223,12 @@ def _serve_all(config: ServeConfig, model: str, prompts: list[list[int]], stops:
             "max_model_len": config.max_length,
             "max_num_seqs": config.concurrency,
             "enable_prefix_caching": False,  # the second server must not win by it
-            "enforce_eager": on_cpu(),
             "disable_log_stats": False,
             "skip_tokenizer_init": True,
         }
         if speculative is not None:
             arguments["speculative_config"] = {"method": "dflash", "model": str(config.drafter), "num_speculative_tokens": speculative}
-        llm = LLM(**{**arguments, **config.engine_args})
+        llm = LLM(**{**arguments, **cpu_arguments(), **config.engine_args})
         try:
             return _measure(llm, config, prompts, stops)
         finally:

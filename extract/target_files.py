@@ -7,6 +7,7 @@ lm_head.weight unless tied, norm.*) and `tokens.json` (sizes and special ids). T
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def token_table(target: Target, tokenizer: Any) -> dict[str, Any]:
 
 
 def _write_head(path: Path, target: Target) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     width, rows = target.spec.hidden_size, target.spec.vocab_size
@@ -64,7 +66,13 @@ def _write_head(path: Path, target: Target) -> None:
         tensors["lm_head.weight"] = _read(target, target.head_key, (rows, width))
     for parameter, key in target.norm_keys.items():
         tensors[f"norm.{parameter}"] = _read(target, key, (width,))
-    save_file(tensors, path)
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # it hides the system's own error, which alone tells a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _read(target: Target, key: str, shape: tuple[int, ...]) -> Any:

@@ -101,7 +101,6 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
         "max_model_len": _max_model_len(job),
         "max_num_batched_tokens": CPU_BATCHED_TOKENS if cpu else GPU_BATCHED_TOKENS,
         "max_num_seqs": CPU_SEQUENCES if cpu else GPU_SEQUENCES,
-        "enforce_eager": cpu,
         "disable_log_stats": True,
         "worker_extension_cls": f"{__package__}.connector.WorkerExtension",
         "speculative_config": {
@@ -121,7 +120,7 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
             },
         },
     }
-    return {**ours, **config.engine_args}
+    return {**ours, **cpu_arguments(), **config.engine_args}
 
 
 def _max_model_len(job: EngineJob) -> int:
@@ -130,6 +129,14 @@ def _max_model_len(job: EngineJob) -> int:
     longest = getattr(text, "max_position_embeddings", None)
     wanted = job.config.max_length + 1
     return min(wanted, int(longest)) if longest else wanted
+
+
+def cpu_arguments() -> dict[str, Any]:
+    """Arguments that only the CPU needs: nothing compiled, and a bounded KV cache, which otherwise takes the whole memory."""
+    if not on_cpu():
+        return {}
+    bounded = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": CPU_KV_CACHE_GIB << 30}
+    return {"enforce_eager": True, **bounded}
 
 
 def on_cpu() -> bool:
@@ -143,14 +150,13 @@ def on_cpu() -> bool:
 def quiet_environment() -> Iterator[None]:
     """What vLLM and its processes read from the environment at their start; the user's own values win.
 
-    Warnings only, and on stderr, because stdout is for `--json`; a bounded KV cache on the CPU; and there no torch.compile
-    for the log-probabilities, which costs a quarter of a minute and gains nothing.
+    Warnings only, and on stderr, because stdout is for `--json`; and on the CPU no torch.compile for the log-probabilities,
+    which costs a quarter of a minute and gains nothing.
     """
     wanted = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
     }
     wants_log = "VLLM_LOGGING_LEVEL" in os.environ
     set_here = [name for name in wanted if name not in os.environ]

@@ -137,7 +137,7 @@ class RunConfig(Config):
     dtype: ComputeType = "auto"
     """Type of the products; weights and AdamW's state stay float32. auto: bfloat16 where the device multiplies it natively."""
     attention: Literal["auto", "dense", "flex"] = "auto"
-    """dense: SDPA with a mask matrix; flex: block-sparse, needs CUDA. auto: flex on CUDA, dense elsewhere."""
+    """dense: SDPA with mask matrices, piece by piece; flex: block-sparse, needs CUDA. auto: flex on CUDA, dense elsewhere."""
     compile: bool = False
     """Compile the drafter with torch.compile."""
     teacher_cache_bytes: int = Field(default=1 << 30, ge=0)

@@ -9,18 +9,16 @@ Source of the architecture: the DFlash paper, arXiv 2602.06036, and Qwen3; check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from .attention import Mask, attend
 from .drafter_spec import DrafterSpec
 
-Mask = torch.Tensor | BlockMask
 INITIAL_SPREAD = 0.02
-_compiled_flex: Callable[..., torch.Tensor] | None = None
 
 
 class Linear(nn.Module):
@@ -153,21 +151,3 @@ class Drafter(nn.Module):
         for layer, kind in zip(self.layers.children(), self.spec.layer_types):
             block_QH = layer(block_QH, context_TH, rotary, masks[kind])
         return self.norm(block_QH)
-
-
-def attend(query_QNE: torch.Tensor, key_GE: torch.Tensor, value_GE: torch.Tensor, mask: Mask) -> torch.Tensor:
-    """Softmax attention, [Q, N, E]. query [Q, N, E], key and value [T + Q, G, E]; N / G query heads share a key head."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query_QNE, key_GE, value_GE))
-    if isinstance(mask, BlockMask):
-        flex: Callable[..., torch.Tensor] = _flex() if query.device.type == "cuda" else flex_attention
-        return flex(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])[0].transpose(0, 1)
-    share = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[0].transpose(0, 1)
-
-
-def _flex() -> Callable[..., torch.Tensor]:
-    global _compiled_flex
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention, dynamic=False)
-    return _compiled_flex

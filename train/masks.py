@@ -1,6 +1,7 @@
 """Who sees whom: the attention mask of a row's blocks over its context and over each other.
 
-In: anchors and documents of a row. Out: a dense bool matrix [Q, T + Q], or the same rule as a function for flex attention.
+In: anchors and documents of a row. Out: a dense bool matrix [Q, T + Q], its non-empty pieces, or the same rule as a function
+for flex attention.
 Q = A * B queries, block after block; keys are the T context rows, then the Q slots. Pure functions.
 
 Full layers: a slot of the block at anchor a sees context rows < a of its document (strictly: when serving, the state of the
@@ -18,7 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from .attention import Segment
+
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+SEGMENT_BLOCKS = 32
+"""Blocks in a piece of a mask: enough for whole tiles, few enough that their products with each other cost little."""
 _compiled_create: Callable[..., BlockMask] | None = None
 
 
@@ -52,14 +57,40 @@ def query_positions(anchor_A: torch.Tensor, position_T: torch.Tensor, block_size
 def dense_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> torch.Tensor:
     """bool [Q, T + Q]. window: W of a sliding layer, None for a full one."""
     row_T = torch.arange(len(document_T), device=document_T.device)
-    context_QT = (document_T == of.document_Q[:, None]) & (row_T < of.anchor_Q[:, None])
-    block_QQ = of.block_Q[:, None] == of.block_Q
+    return _visible(of, document_T, row_T, window)
+
+
+def segment_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> tuple[Segment, ...]:
+    """The non-empty pieces of `dense_mask`: at most SEGMENT_BLOCKS blocks of one document, and its rows before their last anchor.
+
+    Blocks never see each other, so cutting between them changes nothing. Made on the CPU; anchors must be ascending.
+    """
+    first_row = {int(document): int(row) for row, document in reversed(list(enumerate(document_T.tolist())))}
+    size = int(of.slot_Q.max()) + 1
+    documents, counts = torch.unique_consecutive(of.document_Q, return_counts=True)
+    segments, start = [], 0
+    for document, count in zip(documents.tolist(), counts.tolist()):
+        for begin in range(start, start + count, SEGMENT_BLOCKS * size):
+            queries = slice(begin, min(begin + SEGMENT_BLOCKS * size, start + count))
+            piece = Queries(of.anchor_Q[queries], of.document_Q[queries], of.slot_Q[queries], of.block_Q[queries])
+            first = first_row.get(document, 0)
+            rows = slice(first, max(int(piece.anchor_Q.max()), first))
+            row = torch.arange(rows.start, rows.stop)
+            segments.append(Segment(queries, rows, _visible(piece, document_T[rows], row, window)))
+        start += count
+    return tuple(segments)
+
+
+def _visible(of: Queries, document: torch.Tensor, row: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The rule for some queries over some context rows and these queries themselves."""
+    context = (document == of.document_Q[:, None]) & (row < of.anchor_Q[:, None])
+    block = of.block_Q[:, None] == of.block_Q
     if window is not None:
         # Rows of a document are consecutive, so a difference of rows is one of positions.
-        context_QT &= row_T > (of.anchor_Q + of.slot_Q - window)[:, None]
-        ahead_QQ = of.slot_Q[:, None] - of.slot_Q
-        block_QQ &= (ahead_QQ >= 0) & (ahead_QQ < window)
-    return torch.cat((context_QT, block_QQ), dim=1)
+        context &= row > (of.anchor_Q + of.slot_Q - window)[:, None]
+        ahead = of.slot_Q[:, None] - of.slot_Q
+        block &= (ahead >= 0) & (ahead < window)
+    return torch.cat((context, block), dim=1)
 
 
 def mask_rule(of: Queries, document_T: torch.Tensor, window: int | None) -> MaskRule:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from .anchors import Anchors, draw_anchors
+from .attention import Mask
 from .batch import Batch
 from .config import LossConfig
 from .device import Compute
-from .drafter import Mask
 from .drafter_spec import SLIDING, DrafterSpec
 from .features import merge_planes
 from .labels import SlotLabels, slot_labels
 from .loss import LossSums, TeacherLogits, chunked_loss, slot_weights
-from .masks import block_mask, dense_mask, queries, query_positions
+from .masks import block_mask, queries, query_positions, segment_mask
 from .metrics import count_blocks
 from .seeds import derive_seed
 from .target_head import TargetHead
@@ -78,7 +78,8 @@ def row_inputs(batch: Batch, compute: Compute, noise: float = 0.0, generator: to
 
 def attention_masks(anchors: Anchors, document_T: torch.Tensor, spec: DrafterSpec, compute: Compute) -> dict[str, Mask]:
     """A mask for each layer type that the drafter has."""
-    of, make = queries(anchors.row_A, anchors.keep_A, document_T, spec.block_size), block_mask if compute.attention == "flex" else dense_mask
+    of = queries(anchors.row_A, anchors.keep_A, document_T, spec.block_size)
+    make: Callable[..., Mask] = block_mask if compute.attention == "flex" else segment_mask
     return {kind: make(of, document_T, spec.sliding_window if kind == SLIDING else None) for kind in dict.fromkeys(spec.layer_types)}
 
 

@@ -117,6 +117,10 @@ class Trainer:
         self.total_steps = total_steps(config, rows)
         self.step, self.skipped, self.tokens, self.position = 0, 0, 0, Position()
         self._nonfinite: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        if compute.attention == "flex":
+            import torch._dynamo
+
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of a silent, slow, dense fallback
         self._forward: Any = _compiled(self.drafter, compute) if config.run.compile else self.drafter
 
     def resume(self, folder: Path) -> None:
@@ -225,8 +229,4 @@ def apply_gradients(
 
 
 def _compiled(drafter: Drafter, compute: Compute) -> Any:
-    if compute.device.type == "cuda":
-        import torch._dynamo
-
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of a silent, slow, dense fallback
     return torch.compile(drafter, dynamic=False if compute.attention == "flex" else None)

@@ -95,7 +95,9 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def build_drafter(folder: Path, target: Path, *, layer_ids: Sequence[int] = (1, 2, 3), block_size: int = 4, mask_token_id: int = 319, seed: int = 0) -> Path:
+def build_drafter(
+    folder: Path, target: Path, *, layer_ids: Sequence[int] = (1, 2, 3), block_size: int = 4, mask_token_id: int = 319, seed: int = 0
+) -> Path:
     """A random drafter for `target` in the form that vLLM's method `dflash` loads: two blocks, no embedding, no head."""
     import torch
     from safetensors.torch import save_file
@@ -107,7 +109,11 @@ def build_drafter(folder: Path, target: Path, *, layer_ids: Sequence[int] = (1, 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * 0.05).bfloat16()
 
-    tensors = {"fc.weight": random(hidden, len(layer_ids) * hidden), "hidden_norm.weight": torch.ones(hidden).bfloat16(), "norm.weight": torch.ones(hidden).bfloat16()}
+    tensors = {
+        "fc.weight": random(hidden, len(layer_ids) * hidden),
+        "hidden_norm.weight": torch.ones(hidden).bfloat16(),
+        "norm.weight": torch.ones(hidden).bfloat16(),
+    }
     for layer in range(2):
         prefix = f"layers.{layer}"
         tensors |= {f"{prefix}.self_attn.{name}_proj.weight": random(heads * width, hidden) for name in ("q", "k", "v")}

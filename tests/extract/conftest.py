@@ -1,0 +1,52 @@
+"""What the tests of extraction share: tiny targets, and a slow, obvious teacher-fidelity check."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests can say `import tiny_target`
+
+import tiny_target
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama target with a ChatML template."""
+    return tiny_target.build_target(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 target with tied embeddings."""
+    return tiny_target.build_target(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="session")
+def make_check() -> Callable[[Path], Any]:
+    """Builds the check of RMSNorm targets: argmax(lm_head(norm(h))) is the engine's token, near ties aside."""
+
+    def build(cache: Path) -> Any:
+        import torch
+        from safetensors.torch import load_file
+
+        head = load_file(cache / "target" / "head.safetensors")
+        eps = json.loads((cache / "cache.json").read_text())["settings"]["target"]["final_norm_eps"]
+        weight_VH = head.get("lm_head.weight", head["embed_tokens.weight"]).float()
+
+        def check(bits_SH: np.ndarray, top1_S: np.ndarray) -> np.ndarray:
+            states_SH = torch.from_numpy((bits_SH.astype(np.uint32) << 16).view(np.float32).copy())
+            normed_SH = states_SH * torch.rsqrt(states_SH.pow(2).mean(-1, keepdim=True) + eps) * head["norm.weight"].float()
+            logits_SV = normed_SH @ weight_VH.T
+            chosen_S = logits_SV[torch.arange(len(top1_S)), torch.from_numpy(top1_S.astype(np.int64))]
+            return (logits_SV.amax(-1) - chosen_S < 0.02 * logits_SV.std(-1)).numpy()
+
+        return check
+
+    return build
