@@ -36,7 +36,9 @@ class Verbs(click.Group):
         except Exception as error:
             if ctx.meta.get("debug"):
                 raise
-            click.echo(f"Error: unexpected {type(error).__name__}: {error}\n  fix:      run again with --debug for the traceback, and report it", err=True)
+            click.echo(
+                f"Error: unexpected {type(error).__name__}: {error}\n  fix:      run again with --debug for the traceback, and report it", err=True
+            )
             ctx.exit(1)
 
 
@@ -80,7 +82,9 @@ def layer_list(_: click.Context, __: click.Parameter, text: str | None) -> tuple
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InputError("is no list of layers", place="--layers", found=text, expected="block numbers with commas, for example 1,16,31,46,61") from None
+        raise InputError(
+            "is no list of layers", place="--layers", found=text, expected="block numbers with commas, for example 1,16,31,46,61"
+        ) from None
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -222,7 +226,9 @@ def train(
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Passed to vLLM. Repeatable.")
 @json_option
 @debug_option
-def evaluate(caches: tuple[Path, ...], drafter: Path, engine: str | None, limit: int | None, engine_args: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+def evaluate(
+    caches: tuple[Path, ...], drafter: Path, engine: str | None, limit: int | None, engine_args: tuple[str, ...], as_json: bool, **flags: Any
+) -> None:
     """Measure the acceptance length: offline from a held-out cache, or served for real in vLLM.
 
     \b
@@ -237,7 +243,9 @@ def evaluate(caches: tuple[Path, ...], drafter: Path, engine: str | None, limit:
         from .extract.serve import evaluate_served
 
         given = {name: value for name, value in {**flags, "limit": limit}.items() if value is not None}
-        config = build(ServeConfig, {**given, "drafter": drafter, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash eval --engine vllm")
+        config = build(
+            ServeConfig, {**given, "drafter": drafter, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash eval --engine vllm"
+        )
         return show(evaluate_served(config), as_json)
     from .train.evaluate import evaluate as measure
 
@@ -247,11 +255,13 @@ def evaluate(caches: tuple[Path, ...], drafter: Path, engine: str | None, limit:
 @main.command()
 @click.argument("run", type=FOLDER)
 @click.option("--to", "destination", type=FOLDER, required=True, help="Folder to write; must not exist.")
-@click.option("--format", "form", type=click.Choice(["zlab"]), default="zlab", show_default=True, help="zlab: for vLLM, SGLang and the reference.")
+@click.option(
+    "--format", type=click.Choice(["zlab"]), default="zlab", show_default=True, expose_value=False, help="zlab: for vLLM, SGLang and the reference."
+)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True, help="Of the tensors.")
 @json_option
 @debug_option
-def export(run: Path, destination: Path, form: str, dtype: str, as_json: bool) -> None:
+def export(run: Path, destination: Path, dtype: Any, as_json: bool) -> None:
     """Turn a run's newest checkpoint into a folder that serving engines load.
 
     \b

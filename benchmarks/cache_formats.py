@@ -31,8 +31,7 @@ from zarr.codecs import BloscCodec  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from conftest import make_spec  # noqa: E402
-
+from builders import make_spec  # noqa: E402
 from dflash_cache.common import layout, manifest  # noqa: E402
 from dflash_cache.common.sample import Sample  # noqa: E402
 from dflash_cache.extract import writer as writer_module  # noqa: E402
@@ -99,7 +98,9 @@ class ZarrBlosc:
         self.codec = BloscCodec(cname=cname, clevel=level, shuffle=shuffle, typesize=2)
 
     def encode(self, bits: np.ndarray, folder: Path) -> None:
-        array = zarr.create_array(folder / "a", shape=bits.shape, dtype="uint16", chunks=(CHUNK, 1, bits.shape[2]), compressors=[self.codec], filters=None)
+        array = zarr.create_array(
+            folder / "a", shape=bits.shape, dtype="uint16", chunks=(CHUNK, 1, bits.shape[2]), compressors=[self.codec], filters=None
+        )
         array[...] = bits
 
     def decode(self, folder: Path, shape: tuple[int, ...]) -> torch.Tensor:
@@ -115,7 +116,9 @@ class Ours:
 
     def encode(self, bits: np.ndarray, folder: Path) -> None:
         layers, hidden = bits.shape[1] - 1, bits.shape[2]
-        spec = make_spec(hidden=hidden, layer_ids=tuple(range(layers)), num_layers=layers + 1, chunk_tokens=CHUNK, part_tokens=131_072, mantissa_bits=self.bits)
+        spec = make_spec(
+            hidden=hidden, layer_ids=tuple(range(layers)), num_layers=layers + 1, chunk_tokens=CHUNK, part_tokens=131_072, mantissa_bits=self.bits
+        )
         writer_module.open_cache(folder / "c", spec)
         writer = writer_module.CacheWriter(folder / "c", spec)
         ids, mask = np.zeros(DOCUMENT, np.int32), np.ones(DOCUMENT, np.uint8)
@@ -179,7 +182,16 @@ def main() -> None:
     raw_bytes = bits.nbytes
     print(f"{'real' if options.cache else 'synthetic'} states {bits.shape}, {raw_bytes / 1e6:.0f} MB raw")
     print(f"{'':46} {'of raw':>7} {'bytes/token':>12} {'encode MB/s':>12} {'decode MB/s':>12}")
-    ways = [Raw(), Safetensors(), ZarrBlosc("lz4", 5, "bitshuffle"), ZarrBlosc("zstd", 1, "shuffle"), ZarrBlosc("zstd", 5, "shuffle"), OursByTensorstore(), Ours(7), Ours(3)]
+    ways = [
+        Raw(),
+        Safetensors(),
+        ZarrBlosc("lz4", 5, "bitshuffle"),
+        ZarrBlosc("zstd", 1, "shuffle"),
+        ZarrBlosc("zstd", 5, "shuffle"),
+        OursByTensorstore(),
+        Ours(7),
+        Ours(3),
+    ]
     for way in ways:
         folder = Path(tempfile.mkdtemp())
         try:

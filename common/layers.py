@@ -62,7 +62,7 @@ def check_verifier_layer(layer: int | None, num_layers: int, forced: bool) -> in
             place="--verifier-layer",
             found=layer,
             expected=f"{last}, the last of {num_layers} blocks",
-            fix=f"leave the flag out, or say --force-verifier-layer if you mean it",
+            fix="leave the flag out, or say --force-verifier-layer if you mean it",
         )
     return layer
 

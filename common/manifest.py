@@ -158,7 +158,9 @@ def _check_files(part: Path, manifest: PartManifest, expected: set[str]) -> None
         if not os.path.isfile(path) or os.path.islink(path):
             raise CacheDamaged("is no plain file", place=str(path))
         if status.st_size != entry.size:
-            raise CacheDamaged("the file has another size than when it was written", place=str(path), found=f"{status.st_size} bytes", expected=f"{entry.size} bytes")
+            raise CacheDamaged(
+                "the file has another size than when it was written", place=str(path), found=f"{status.st_size} bytes", expected=f"{entry.size} bytes"
+            )
 
 
 def dump(manifest: PartManifest) -> dict[str, Any]:

@@ -27,7 +27,14 @@ class ProgressBar:
 
     def __enter__(self) -> ProgressBar:
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._bar = Progress(*columns, console=self._console)
             self._bar.start()
             self._task = self._bar.add_task(self.title, total=self.total, note="")

@@ -72,7 +72,7 @@ class ShardWriter:
             pass
 
     def _write(self, data: bytes | memoryview | np.ndarray) -> None:
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]  # an array is a buffer; numpy before 2.2 does not say so
         self._file.write(view)
         self._digest.update(view)
         self._position += len(view)
@@ -87,7 +87,9 @@ def read_index(data: memoryview, num_chunks: int, place: str) -> np.ndarray:
     index_bytes = num_chunks * 16
     body = len(data) - index_bytes - CHECKSUM_BYTES
     if body < 0:
-        raise CacheDamaged("the file is shorter than its own index", place=place, found=f"{len(data)} bytes", expected=f"at least {index_bytes + CHECKSUM_BYTES}")
+        raise CacheDamaged(
+            "the file is shorter than its own index", place=place, found=f"{len(data)} bytes", expected=f"at least {index_bytes + CHECKSUM_BYTES}"
+        )
     raw = data[body : body + index_bytes]
     if crc32c.crc32c(raw) != struct.unpack("<I", data[body + index_bytes :])[0]:
         raise CacheDamaged("the checksum of the shard index does not match", place=place)
@@ -105,7 +107,9 @@ def checked_chunk(data: memoryview, offset: int, size: int, place: str) -> memor
     chunk = data[offset : offset + size - CHECKSUM_BYTES]
     stored = struct.unpack("<I", data[offset + size - CHECKSUM_BYTES : offset + size])[0]
     if crc32c.crc32c(chunk) != stored:
-        raise CacheDamaged("the checksum of the chunk does not match", place=place, fix="run `dflash verify` on the cache; extract the damaged part again")
+        raise CacheDamaged(
+            "the checksum of the chunk does not match", place=place, fix="run `dflash verify` on the cache; extract the damaged part again"
+        )
     return chunk
 
 

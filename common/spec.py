@@ -111,7 +111,9 @@ class Settings(Config):
     def _layers_fit(self) -> Settings:
         ids = self.features.layer_ids
         if list(ids) != sorted(set(ids)) or not all(0 <= i < self.target.num_layers for i in (*ids, self.features.verifier_layer)):
-            raise ValueError(f"layer ids {list(ids)} and verifier layer {self.features.verifier_layer} are no ascending choice of {self.target.num_layers} blocks")
+            raise ValueError(
+                f"layer ids {list(ids)} and verifier layer {self.features.verifier_layer} are no ascending choice of {self.target.num_layers} blocks"
+            )
         if self.features.mantissa_bits == 3 and self.target.hidden_size % 2:
             raise ValueError("3 mantissa bits are packed two to a byte and need an even hidden size")
         return self
@@ -195,7 +197,9 @@ def load(cache: Path) -> CacheSpec:
     """
     path = cache / layout.CACHE_JSON
     if not path.is_file():
-        raise InputError("is no feature cache: it has no cache.json", place=str(cache), expected="a folder written by `dflash extract`", fix="check the path")
+        raise InputError(
+            "is no feature cache: it has no cache.json", place=str(cache), expected="a folder written by `dflash extract`", fix="check the path"
+        )
     document = read_json(path)
     version = document.get("settings", {}).get("format_version") if isinstance(document.get("settings"), dict) else None
     if document.get("format") != layout.FORMAT_NAME or version != layout.FORMAT_VERSION:

@@ -33,7 +33,12 @@ def check(cache: Path, *names: str) -> Path:
     """
     folder = cache / layout.TARGET
     if not (folder / SEAL).is_file():
-        raise CacheDamaged("the target's files are missing or were never completed", place=str(folder), expected=f"a folder with {SEAL}", fix="run `dflash extract` again")
+        raise CacheDamaged(
+            "the target's files are missing or were never completed",
+            place=str(folder),
+            expected=f"a folder with {SEAL}",
+            fix="run `dflash extract` again",
+        )
     document = read_json(folder / SEAL)
     files = document.get("files")
     if not isinstance(files, dict) or document.get("digest") != digest_bytes(canonical(files)):

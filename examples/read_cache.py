@@ -1,8 +1,9 @@
 """Read a feature cache into torch tensors with zarr alone: nothing of this project is imported.
 
-    python examples/read_cache.py CACHE
+python examples/read_cache.py CACHE
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ assert settings["features"]["mantissa_bits"] == 7, "3-bit features are packed; s
 for part in sorted((cache / "parts").iterdir()):
     group = zarr.open_group(part, mode="r")
     offsets = group["sample_offsets"][:]
-    for start, stop in zip(offsets, offsets[1:]):
+    for start, stop in itertools.pairwise(offsets):
         rows = slice(int(start), int(stop))
         ids = torch.from_numpy(group["input_ids"][rows])
         features, verifier = states(group, "hidden_states", rows), states(group, "verifier_last_hidden_states", rows)

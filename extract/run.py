@@ -75,8 +75,12 @@ class ExtractSummary:
         lines = [f"{self.rows:,} rows = {self.samples:,} samples + {self.rejects:,} rejects + {self.already_stored:,} already stored"]
         lines += [f"  {count:,} x {reason}" for reason, count in self.reject_reasons.items()]
         if self.samples:
-            lines.append(f"{self.tokens:,} tokens ({self.supervised_tokens:,} supervised) in {self.seconds:.0f} s, {self.tokens_per_second or 0:.0f} tokens/s")
-            lines.append(f"{self.stored_bytes:,} bytes in {self.parts} parts: {self.bytes_per_token or 0:,.0f} a token, {self.ratio_to_raw or 0:.3f} of raw bfloat16")
+            lines.append(
+                f"{self.tokens:,} tokens ({self.supervised_tokens:,} supervised) in {self.seconds:.0f} s, {self.tokens_per_second or 0:.0f} tokens/s"
+            )
+            lines.append(
+                f"{self.stored_bytes:,} bytes in {self.parts} parts: {self.bytes_per_token or 0:,.0f} a token, {self.ratio_to_raw or 0:.3f} of raw bfloat16"
+            )
         if self.fidelity_agreement is not None:
             lines.append(f"teacher fidelity {self.fidelity_agreement:.2%} of {self.fidelity_samples:,} samples")
         return "\n".join([*lines, f"cache {self.cache}, layers {', '.join(map(str, self.layer_ids))}"])

@@ -37,7 +37,12 @@ def open_cache(cache: Path, wanted: CacheSpec) -> CacheSpec:
         spec.check_same_settings(cache, existing, wanted)
         return existing
     if cache.exists() and any(entry.name != layout.TARGET for entry in cache.iterdir()):
-        raise InputError("is not empty and is no feature cache", place=f"--cache {cache}", expected="an empty or new folder, or a cache to continue", fix="choose another folder")
+        raise InputError(
+            "is not empty and is no feature cache",
+            place=f"--cache {cache}",
+            expected="an empty or new folder, or a cache to continue",
+            fix="choose another folder",
+        )
     with guard_space(cache):
         cache.mkdir(parents=True, exist_ok=True)
         spec.save(cache, wanted)
@@ -139,9 +144,12 @@ class CacheWriter:
 
 def _check_shapes(sample: Sample, existing: CacheSpec) -> None:
     length, width, layers = len(sample), existing.hidden_size, len(existing.layer_ids)
-    assert length > 0 and sample.loss_mask.shape == (length,) and len(sample.key) == 16
-    assert sample.hidden_states.shape == (length, layers, width) and sample.hidden_states.dtype == np.uint16, sample.hidden_states.shape
-    assert sample.verifier_last_hidden_states.shape == (length, width) and sample.verifier_last_hidden_states.dtype == np.uint16
+    assert length > 0
+    assert len(sample.key) == 16
+    assert sample.loss_mask.shape == (length,)
+    for states, shape in ((sample.hidden_states, (length, layers, width)), (sample.verifier_last_hidden_states, (length, width))):
+        assert states.shape == shape, (states.shape, shape)
+        assert states.dtype == np.uint16
 
 
 class _Part:
@@ -275,7 +283,14 @@ class _Part:
         }
         for name, (shape, dtype) in manifest.small_arrays(found).items():
             array = group.create_array(
-                name, shape=shape, dtype=dtype, chunks=shape, compressors=[Crc32cCodec()], filters=None, fill_value=0, config={"write_empty_chunks": True}
+                name,
+                shape=shape,
+                dtype=dtype,
+                chunks=shape,
+                compressors=[Crc32cCodec()],
+                filters=None,
+                fill_value=0,
+                config={"write_empty_chunks": True},
             )
             array[...] = values[name].astype(dtype)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from dflash_cache.train.config import TrainConfig
+from pydantic import BaseModel
 
 TRAINING = Path(__file__).parents[1] / "docs/training.md"
 

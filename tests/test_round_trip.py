@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-
 from dflash_cache.common import layout, manifest, planes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache
@@ -37,7 +36,13 @@ def test_every_bfloat16_pattern_survives(tmp_path, make):
     spec = make.spec(hidden=256, layer_ids=(0,), part_tokens=1000)
     patterns = np.arange(65536, dtype=np.uint32).astype(np.uint16).reshape(256, 1, 256)
     base = make.sample(0, 256, spec)
-    sample = Sample(**{**{f.name: getattr(base, f.name) for f in fields(Sample)}, "hidden_states": patterns, "verifier_last_hidden_states": patterns[::-1, 0].copy()})
+    sample = Sample(
+        **{
+            **{f.name: getattr(base, f.name) for f in fields(Sample)},
+            "hidden_states": patterns,
+            "verifier_last_hidden_states": patterns[::-1, 0].copy(),
+        }
+    )
     open_cache(tmp_path / "c", spec)
     writer = CacheWriter(tmp_path / "c", spec)
     writer.add(sample)

@@ -7,6 +7,7 @@ Owns what each position means; knows nothing of anchors, masks or the model. T t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ class Planes:
 
     def to(self, device: torch.device) -> Planes:
         """The same on `device`."""
-        move = dict(device=device, non_blocking=True)
-        return replace(self, exponent=self.exponent.to(**move), sign_mantissa=self.sign_mantissa.to(**move))
+        exponent, sign_mantissa = (plane.to(device, non_blocking=True) for plane in (self.exponent, self.sign_mantissa))
+        return replace(self, exponent=exponent, sign_mantissa=sign_mantissa)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on `device`."""
-        moved = {}
+        moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor):

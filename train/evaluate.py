@@ -176,9 +176,7 @@ def draft_row(drafter: Drafter, head: TargetHead, batch: Batch, compute: Compute
     return tuple(done)
 
 
-def _predict(
-    drafter: Drafter, head: TargetHead, inputs: RowInputs, anchors: Anchors, carries_AS: torch.Tensor, compute: Compute
-) -> torch.Tensor:
+def _predict(drafter: Drafter, head: TargetHead, inputs: RowInputs, anchors: Anchors, carries_AS: torch.Tensor, compute: Compute) -> torch.Tensor:
     """int64 [A, B-1] on the CPU: the drafter's most likely token of each slot that counts, -1 elsewhere."""
     hidden_QH = draft(drafter, drafter.spec, head, inputs, anchors.to(compute.device), compute)
     hidden_ASH = hidden_QH.unflatten(0, (len(anchors), drafter.spec.block_size))[:, 1:]

@@ -51,7 +51,9 @@ class RowLoader:
         self._slots = [layer_slots(layer_ids, reader.spec.layer_ids, str(reader.path)) for reader in self._readers]
         bits = {str(reader.path): reader.spec.mantissa_bits for reader in self._readers}
         if len(set(bits.values())) > 1:
-            raise InputError("caches that are trained on together must keep the same mantissa bits", place="--cache", found=bits, fix="train on those of one kind")
+            raise InputError(
+                "caches that are trained on together must keep the same mantissa bits", place="--cache", found=bits, fix="train on those of one kind"
+            )
         self._row_tokens, self._need_verifier = row_tokens, need_verifier
         self._seed, self._shuffle, self._rank, self._world_size = seed, shuffle, rank, world_size
         counts = [reader.num_samples for reader in self._readers]

@@ -40,9 +40,9 @@ def pack(samples: np.ndarray, lengths: np.ndarray, row_tokens: int) -> RowPlan:
     rows: list[list[int]] = []
     open_rows: list[tuple[int, list[int]]] = []  # (tokens left, samples), fewest left first
     for sample, length in zip(samples.tolist(), np.minimum(lengths[samples], row_tokens).tolist()):
-        for at, (left, members) in enumerate(open_rows):
-            if left >= length:
-                del open_rows[at]
+        for at, (room, _) in enumerate(open_rows):
+            if room >= length:
+                left, members = open_rows.pop(at)
                 break
         else:
             left, members = row_tokens, []

@@ -155,7 +155,9 @@ class CacheReader:
         for part in range(len(self.parts)):
             ids, following = self.column(part, "input_ids"), self.column(part, "next_token")
             if ids.min() < 0 or ids.max() >= size or following.max() >= size:
-                raise CacheDamaged("a token id lies outside the vocabulary", place=str(self.parts[part].path / "input_ids"), expected=f"0..{size - 1}")
+                raise CacheDamaged(
+                    "a token id lies outside the vocabulary", place=str(self.parts[part].path / "input_ids"), expected=f"0..{size - 1}"
+                )
             total += np.bincount(ids, minlength=size) + np.bincount(following[following >= 0], minlength=size)
         return total
 
@@ -205,7 +207,12 @@ class _Shard:
             self.checked[number] = True
         if not compressed:
             if len(chunk) != into.nbytes:
-                raise CacheDamaged("the chunk has another size than its array says", place=f"{self.path} chunk {number}", found=len(chunk), expected=f"{into.nbytes} bytes")
+                raise CacheDamaged(
+                    "the chunk has another size than its array says",
+                    place=f"{self.path} chunk {number}",
+                    found=len(chunk),
+                    expected=f"{into.nbytes} bytes",
+                )
             into[...] = np.frombuffer(chunk, np.uint8).reshape(into.shape)
             return
         try:
@@ -221,7 +228,9 @@ def read_small(part: Path, found: PartManifest, name: str) -> np.ndarray:
     data = path.read_bytes()
     body, stored = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     if len(body) != int(np.prod(shape)) * np.dtype(dtype).itemsize:
-        raise CacheDamaged("the array has another size than its manifest says", place=str(path), found=f"{len(body)} bytes", expected=f"{shape} {dtype}")
+        raise CacheDamaged(
+            "the array has another size than its manifest says", place=str(path), found=f"{len(body)} bytes", expected=f"{shape} {dtype}"
+        )
     if crc32c.crc32c(body).to_bytes(CHECKSUM_BYTES, "little") != stored:
         raise CacheDamaged("the checksum does not match", place=str(path))
     return np.frombuffer(body, np.dtype(dtype).newbyteorder("<")).reshape(shape)
@@ -230,5 +239,9 @@ def read_small(part: Path, found: PartManifest, name: str) -> np.ndarray:
 def _offsets(part: Path, found: PartManifest) -> np.ndarray:
     offsets = read_small(part, found, "sample_offsets")
     if offsets[0] != 0 or offsets[-1] != found.tokens or (np.diff(offsets) <= 0).any():
-        raise CacheDamaged("the samples do not fill the part, each after the other", place=str(part / "sample_offsets"), expected=f"ascending from 0 to {found.tokens}")
+        raise CacheDamaged(
+            "the samples do not fill the part, each after the other",
+            place=str(part / "sample_offsets"),
+            expected=f"ascending from 0 to {found.tokens}",
+        )
     return offsets

@@ -131,9 +131,7 @@ def _matrix(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, int],
     return tensors[name]
 
 
-def _head_weight(
-    tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target: TargetSpec, shape: tuple[int, int], path: Path
-) -> torch.Tensor:
+def _head_weight(tensors: dict[str, torch.Tensor], embedding: torch.Tensor, target: TargetSpec, shape: tuple[int, int], path: Path) -> torch.Tensor:
     if not target.tied_embeddings:
         return _matrix(tensors, HEAD, shape, path)
     if HEAD in tensors and not torch.equal(tensors[HEAD], embedding):

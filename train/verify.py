@@ -130,8 +130,8 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
                 bar.update(1)
                 continue
             before = len(report.problems)
-            for error in _check_part(part, part_manifest, found, report, keys):
-                problem(error)
+            for damage in _check_part(part, part_manifest, found, report, keys):
+                problem(damage)
             if check is not None and len(report.problems) == before:
                 _check_teacher(part, part_manifest, check, report)
             bar.update(1, f"{report.bytes_read / 1e9:.2f} GB")
@@ -187,7 +187,9 @@ def _check_metadata(part: Path, found: PartManifest, cache: CacheSpec) -> Iterat
             yield error
             continue
         if tuple(document.get("shape", ())) != shape or document.get("data_type") != dtype:
-            yield CacheDamaged("the array's metadata disagrees with the manifest", place=str(path), found=document.get("shape"), expected=f"{shape} {dtype}")
+            yield CacheDamaged(
+                "the array's metadata disagrees with the manifest", place=str(path), found=document.get("shape"), expected=f"{shape} {dtype}"
+            )
 
 
 def _check_chunks(part: Path, found: PartManifest, cache: CacheSpec, report: VerifyReport) -> Iterator[CacheDamaged]:
@@ -209,13 +211,17 @@ def _check_chunks(part: Path, found: PartManifest, cache: CacheSpec, report: Ver
                 yield CacheDamaged(f"row {row} of layer {layer} holds values that are not finite", place=f"{part / array} chunk {number}")
 
 
-def _check_columns(part: Path, found: PartManifest, cache: CacheSpec, columns: dict[str, np.ndarray], keys: dict[bytes, str]) -> Iterator[CacheDamaged]:
+def _check_columns(
+    part: Path, found: PartManifest, cache: CacheSpec, columns: dict[str, np.ndarray], keys: dict[bytes, str]
+) -> Iterator[CacheDamaged]:
     vocab = cache.settings.target.vocab_size
 
     def outside(name: str, low: int, high: int) -> Iterator[CacheDamaged]:
         values = columns[name]
         if values.min() < low or values.max() >= high:
-            yield CacheDamaged("a value lies out of range", place=str(part / name), found=f"{values.min()}..{values.max()}", expected=f"{low}..{high - 1}")
+            yield CacheDamaged(
+                "a value lies out of range", place=str(part / name), found=f"{values.min()}..{values.max()}", expected=f"{low}..{high - 1}"
+            )
 
     yield from outside("input_ids", 0, vocab)
     yield from outside("loss_mask", 0, 2)
@@ -226,7 +232,12 @@ def _check_columns(part: Path, found: PartManifest, cache: CacheSpec, columns: d
     if offsets[0] != 0 or offsets[-1] != found.tokens or (np.diff(offsets) <= 0).any():
         yield CacheDamaged("the samples do not fill the part, each after the other", place=str(part / "sample_offsets"))
     if int(columns["loss_mask"].sum()) != found.supervised_tokens:
-        yield CacheDamaged("the manifest counts other supervised tokens", place=str(part / "loss_mask"), found=int(columns["loss_mask"].sum()), expected=str(found.supervised_tokens))
+        yield CacheDamaged(
+            "the manifest counts other supervised tokens",
+            place=str(part / "loss_mask"),
+            found=int(columns["loss_mask"].sum()),
+            expected=str(found.supervised_tokens),
+        )
     for number, raw in enumerate(columns["sample_key"]):
         key = raw.tobytes()
         if key in keys:

@@ -15,7 +15,14 @@ DOORS = {  # outside library -> the only files that may import it ("x/*": the wh
     "click": {"cli.py"},
     "vllm": {"extract/connector.py", "extract/engine_vllm.py", "extract/vllm_setup.py", "extract/serve.py", "extract/serve_worker.py"},
     "datasets": {"extract/dataset.py"},
-    "torch": {"train/*", "extract/connector.py", "extract/engine_vllm.py", "extract/engine_transformers.py", "extract/target.py", "extract/target_files.py"},
+    "torch": {
+        "train/*",
+        "extract/connector.py",
+        "extract/engine_vllm.py",
+        "extract/engine_transformers.py",
+        "extract/target.py",
+        "extract/target_files.py",
+    },
     "transformers": {"train/target_head.py", "extract/*"},
     "requests": set(),
     "httpx": set(),
@@ -23,7 +30,22 @@ DOORS = {  # outside library -> the only files that may import it ("x/*": the wh
     "aiohttp": set(),
     "pickle": set(),
 }
-MODEL_HALF = {"drafter", "target_head", "masks", "anchors", "labels", "loss", "metrics", "step", "optim", "trainer", "checkpoint", "export", "evaluate", "run"}
+MODEL_HALF = {
+    "drafter",
+    "target_head",
+    "masks",
+    "anchors",
+    "labels",
+    "loss",
+    "metrics",
+    "step",
+    "optim",
+    "trainer",
+    "checkpoint",
+    "export",
+    "evaluate",
+    "run",
+}
 DATA_HALF = {"reader", "window", "packer", "batch", "loader", "inspect_cache"}
 EDGES = {  # file -> modules of its own folder that it may never import
     **{f"train/{name}.py": MODEL_HALF for name in DATA_HALF},
@@ -40,7 +62,7 @@ EDGES = {  # file -> modules of its own folder that it may never import
     "extract/writer.py": {"run", "dataset", "connector", "engine_vllm", "engine_transformers"},
     "extract/config.py": {"run", "dataset", "connector", "writer", "engine_vllm", "engine_transformers", "tokens", "serve"},
 }
-FILES = sorted(p for folder in ("common", "extract", "train") for p in (ROOT / folder).rglob("*.py")) + [ROOT / "cli.py"]
+FILES = [*sorted(p for folder in ("common", "extract", "train") for p in (ROOT / folder).rglob("*.py")), ROOT / "cli.py"]
 
 
 def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...], bool]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-
 from dflash_cache.common.errors import InputError
 from dflash_cache.common.layers import check_layer_ids, check_verifier_layer, default_layer_ids, layer_slots
 
 
-@pytest.mark.parametrize(("depth", "ids"), [(36, (1, 9, 17, 25, 33)), (64, (1, 16, 31, 46, 61)), (30, (1, 8, 14, 20, 27)), (4, (0, 1, 2)), (2, (0,)), (1, (0,))])
+@pytest.mark.parametrize(
+    ("depth", "ids"), [(36, (1, 9, 17, 25, 33)), (64, (1, 16, 31, 46, 61)), (30, (1, 8, 14, 20, 27)), (4, (0, 1, 2)), (2, (0,)), (1, (0,))]
+)
 def test_the_default_is_the_formula_of_the_paper(depth, ids):
     assert default_layer_ids(depth) == ids
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from dflash_cache.common.errors import CacheDamaged
 from dflash_cache.common.fingerprint import digest_file
 from dflash_cache.common.shard import ShardWriter, checked_chunk, map_file, read_index

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from dflash_cache.common import layout, manifest
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, DiskFull, InputError
@@ -118,16 +117,16 @@ def test_a_real_file_size_limit_is_met_the_same_way(tmp_path, make):
     code = f"""
 import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import conftest
+import builders
 from pathlib import Path
 from dflash_cache.extract.writer import CacheWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-spec = conftest.make_spec(hidden=64, part_tokens=10**6)
+spec = builders.make_spec(hidden=64, part_tokens=10**6)
 writer = CacheWriter(Path({str(tmp_path / "c")!r}), spec)
 try:
     for number in range(100):
-        writer.add(conftest.make_sample(number, 50, spec))
+        writer.add(builders.make_sample(number, 50, spec))
     writer.close()
 except Exception as error:
     print(type(error).__name__)
@@ -149,7 +148,7 @@ def test_killed_between_write_fsync_and_rename_the_cache_is_valid(tmp_path, make
         code = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import conftest
+import builders
 from pathlib import Path
 from dflash_cache.extract.writer import CacheWriter
 left = {number}
@@ -161,10 +160,10 @@ def deadly(*a, **k):
     left -= 1
     return original(*a, **k)
 {call} = deadly
-spec = conftest.make_spec()
+spec = builders.make_spec()
 writer = CacheWriter(Path({str(cache)!r}), spec)
 for n in range(8):
-    writer.add(conftest.make_sample(n, 40, spec))
+    writer.add(builders.make_sample(n, 40, spec))
 writer.close()
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True)

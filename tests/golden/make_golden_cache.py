@@ -1,6 +1,6 @@
 """How tests/golden/cache-v1 was made (once; a new format version gets a folder of its own).
 
-    python tests/golden/make_golden_cache.py
+python tests/golden/make_golden_cache.py
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-import conftest  # noqa: E402
-
+import builders  # noqa: E402
 from dflash_cache.extract.writer import CacheWriter, open_cache  # noqa: E402
 
 
 def main() -> None:
-    spec = conftest.make_spec(part_tokens=32)
+    spec = builders.make_spec(part_tokens=32)
     cache = HERE / "cache-v1"
     open_cache(cache, spec)
-    samples = [conftest.make_sample(i, length, spec, next_token=5) for i, length in enumerate((5, 17, 9, 12))]
+    samples = [builders.make_sample(i, length, spec, next_token=5) for i, length in enumerate((5, 17, 9, 12))]
     writer = CacheWriter(cache, spec)
     for sample in samples:
         writer.add(sample)

@@ -126,7 +126,11 @@ def test_each_chunk_is_decoded_about_once_an_epoch(write_cache, monkeypatch):
     loader = make_loader(cache)
     decoded = []
     original = module._Shard.decode
-    monkeypatch.setattr(module._Shard, "decode", lambda self, number, into, compressed: (decoded.append((str(self.path), number)), original(self, number, into, compressed)))
+    monkeypatch.setattr(
+        module._Shard,
+        "decode",
+        lambda self, number, into, compressed: (decoded.append((str(self.path), number)), original(self, number, into, compressed)),
+    )
     for _ in loader.epoch(0):
         pass
     assert len(decoded) / len(set(decoded)) < 1.1

@@ -32,9 +32,7 @@ def loss_of(
 CPU64 = replace(CPU32, dtype=torch.float64)
 
 
-def gradients(
-    drafter: Drafter, batches: list[Batch], config: LossConfig = ALL, compute: Compute = CPU32
-) -> tuple[list[torch.Tensor], LossSums]:
+def gradients(drafter: Drafter, batches: list[Batch], config: LossConfig = ALL, compute: Compute = CPU32) -> tuple[list[torch.Tensor], LossSums]:
     """Of the mean over all rows, as the trainer makes it."""
     drafter.to(compute.dtype).zero_grad()
     sums = LossSums.none(drafter.spec.block_size)
