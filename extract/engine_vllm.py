@@ -6,6 +6,7 @@ The worker (connector.py) holds the features; here only ids, the engine's top-1 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +21,8 @@ from .engine import Document, EngineJob, Outcome, WriterCounts
 from .remote_errors import rebuild
 from .vllm_setup import EngineLog, check_engine_args, extraction_arguments, quiet_environment, vllm_version
 
+LIVENESS_SECONDS = 0.5
+"""How often to look whether the engine still lives while waiting for its answer."""
 GATHER_SECONDS = 120.0
 """How long finished documents may wait for their rows before the engine counts as broken."""
 
@@ -191,7 +194,7 @@ class VllmEngine:
     def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call the writing worker. Raises the error that it met as that same error."""
         try:
-            answers = self._engine.collective_rpc(method, args=arguments)
+            answers = _call(self._engine, method, arguments)
         except Exception as error:
             raise self._failed("vLLM died", error) from error
         answer: dict[str, Any] = next(answer for answer in answers if answer is not None)
@@ -218,13 +221,38 @@ class VllmEngine:
         return self._counts
 
     def _failed(self, what: str, error: Exception) -> RunFailed:
-        self._closed = True
         fix = "set VLLM_LOGGING_LEVEL=INFO to see its own log; published parts are kept, and the same command continues"
         return RunFailed(f"{what}: {self._log.reason(error)}", place="vLLM", fix=fix)
 
 
 def _in_own_process(engine: Any) -> bool:
     return type(engine.engine_core).__name__ != "InprocClient"
+
+
+def _call(engine: Any, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """`collective_rpc` that notices when the engine is gone; vLLM's own waits for ever then, as after Ctrl-C."""
+    manager = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    processes = getattr(manager, "processes", None)
+    if not processes:
+        return list(engine.collective_rpc(method, args=arguments))
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(engine.collective_rpc(method, args=arguments))
+        except Exception as error:
+            answer.append(error)
+
+    caller = threading.Thread(target=ask, daemon=True)
+    caller.start()
+    while caller.is_alive() and any(process.is_alive() for process in processes):
+        caller.join(LIVENESS_SECONDS)
+    caller.join(LIVENESS_SECONDS)  # an answer given just before the end
+    if not answer:
+        raise RunFailed("its process has ended")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return list(answer[0])
 
 
 def _top_token(logprobs: dict[int, Any]) -> int:

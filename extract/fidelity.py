@@ -35,11 +35,11 @@ class FidelityMonitor:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Check the stored ones of `outcomes`. Raises RunFailed when too many disagree."""
-        stored = [outcome for outcome in outcomes if outcome.verifier_bits_H is not None]
+        stored = [(outcome.verifier_bits_H, outcome.engine_top1) for outcome in outcomes if outcome.verifier_bits_H is not None]
         if self._check is None or not stored:
             return
-        bits_SH = np.stack([outcome.verifier_bits_H for outcome in stored])  # type: ignore[arg-type]
-        top1_S = np.array([outcome.engine_top1 for outcome in stored], np.int32)
+        bits_SH = np.stack([bits_H for bits_H, _ in stored])
+        top1_S = np.array([top1 for _, top1 in stored], np.int32)
         self.samples += len(stored)
         self.agreed += int(np.count_nonzero(self._check(bits_SH, top1_S)))
         wrong = self.samples - self.agreed

@@ -201,6 +201,8 @@ def test_a_failure_of_the_writer_in_the_worker_ends_the_run_as_itself():
     from dflash_cache.extract.remote_errors import describe
 
     class Answering:
+        engine_core = None
+
         def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
             counts = {"samples": 0, "tokens": 0, "stored_bytes": 0, "parts": 0, "pending_tokens": 0}
             return [None, {"results": [], "counts": counts, "error": describe(DiskFull("could not write", place="cache"))}]
