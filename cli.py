@@ -164,17 +164,27 @@ def inspect(cache: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("cache", type=FOLDER)
+@click.option("--repair", "repairs", is_flag=True, help="Move what is damaged to CACHE/quarantine; the next extract fills it again.")
 @json_option
 @debug_option
-def verify(cache: Path, as_json: bool) -> None:
+def verify(cache: Path, repairs: bool, as_json: bool) -> None:
     """Prove a cache: every checksum, shape and count, finite values, and teacher fidelity. Exit code 1 if anything is wrong.
+
+    With --repair, exit code 0 means that what is left is whole; the rows to extract again are listed.
 
     \b
     dflash verify qwen36-cache
+    dflash verify --repair qwen36-cache
     """
-    from .train.verify import verify as prove
+    report: Any
+    if repairs:
+        from .train.repair import repair
 
-    report = prove(cache)
+        report = repair(cache)
+    else:
+        from .train.verify import verify as prove
+
+        report = prove(cache)
     show(report, as_json)
     if not report.ok:
         sys.exit(1)

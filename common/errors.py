@@ -12,6 +12,12 @@ Each says the place, the value found, what was expected and the fix. `assert` is
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REPAIR = "`dflash verify --repair CACHE` sets what is damaged aside; the same `dflash extract` command then writes it anew"
+"""The way out of damage in a cache."""
 
 
 class DflashError(Exception):
@@ -43,6 +49,9 @@ class InputError(DflashError):
 class CacheDamaged(DflashError):
     """Bytes in a cache differ from what was written, or a file is missing. Never read on past this."""
 
+    def __init__(self, problem: str, *, place: str = "", found: object = None, expected: str = "", fix: str = "") -> None:
+        super().__init__(problem, place=place, found=found, expected=expected, fix=fix or REPAIR)
+
 
 class RunFailed(DflashError):
     """The work could not be finished: the engine died, fidelity failed, a limit was reached."""
@@ -53,6 +62,7 @@ class DiskFull(RunFailed):
 
 
 OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 def disk_full(error: OSError, place: str) -> DiskFull:
@@ -63,3 +73,27 @@ def disk_full(error: OSError, place: str) -> DiskFull:
         expected="enough free space and quota for the next part",
         fix="free some space and run the same command again; everything committed is kept",
     )
+
+
+def not_allowed(error: OSError, place: str) -> InputError:
+    """The InputError that stands for `error`, raised by a write at `place`. Its errno is one of NOT_ALLOWED."""
+    return InputError(
+        f"cannot be written: {error.strerror}",
+        place=place,
+        found=error.filename,
+        expected="a folder that this user may write to, on a file system that is not read-only",
+        fix="change its permissions or its mount and run the same command again (everything committed is kept), or choose another folder",
+    )
+
+
+@contextmanager
+def guard_writing(place: Path) -> Iterator[None]:
+    """Turn what the operating system says of a write below `place` into DiskFull or InputError; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in OUT_OF_SPACE:
+            raise disk_full(error, str(place)) from error
+        if error.errno in NOT_ALLOWED:
+            raise not_allowed(error, str(place)) from error
+        raise

@@ -15,6 +15,7 @@ TOKENS_JSON: Final = "tokens.json"
 PARTS: Final = "parts"
 PARTIAL: Final = "partial"
 REJECTS: Final = "rejects.jsonl"
+QUARANTINE: Final = "quarantine"
 ZARR_JSON: Final = "zarr.json"
 
 HIDDEN_STATES: Final = "hidden_states"
@@ -22,6 +23,7 @@ VERIFIER: Final = "verifier_last_hidden_states"
 EXPONENT: Final = "exponent"
 SIGN_MANTISSA: Final = "sign_mantissa"
 PLANES: Final = (EXPONENT, SIGN_MANTISSA)
+CHUNK_CHECKSUMS: Final = "chunk_crc32c"
 
 _PART_NAME = re.compile(r"(\d{8})-(\d{4})")
 
@@ -40,3 +42,14 @@ def parse_part_name(name: str) -> tuple[int, int] | None:
 def shard_path(array: str, plane: str, layer_slot: int | None) -> str:
     """Path, inside a part, of the shard file of one plane; `layer_slot` is the index on the layer axis, None for [T, H]."""
     return f"{array}/{plane}/c/0/{layer_slot}/0" if layer_slot is not None else f"{array}/{plane}/c/0/0"
+
+
+def shards(layers: int) -> list[tuple[str, str, int | None]]:
+    """(array, plane, slot) of every shard of a part with `layers` stored layers, in the order of `chunk_crc32c`'s rows."""
+    slots: list[tuple[str, int | None]] = [(HIDDEN_STATES, slot) for slot in range(layers)]
+    return [(array, plane, slot) for array, slot in [*slots, (VERIFIER, None)] for plane in PLANES]
+
+
+def only_chunk(array: str, dimensions: int) -> str:
+    """Path, inside a part, of the one chunk of a small array."""
+    return f"{array}/c/" + "/".join("0" for _ in range(dimensions))

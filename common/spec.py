@@ -5,7 +5,10 @@ Everything a reader may rely on is checked here once; what was parsed is never c
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +21,11 @@ from .fingerprint import differences, fingerprint
 
 MAX_JSON_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 1 << 30
+NO_REPAIR = (
+    "it cannot be repaired, but an equal one can be had: `dflash extract` with the same settings and --limit 1 into a new folder "
+    "writes it; copy its cache.json here (its fingerprint is checked against every part)"
+)
+"""The way out of a damaged cache.json."""
 
 
 class TargetSpec(Config):
@@ -190,17 +198,25 @@ def save(cache: Path, spec: CacheSpec) -> None:
     atomic.write_json(cache / layout.CACHE_JSON, spec.model_dump(mode="json"))
 
 
+def has_parts(cache: Path) -> bool:
+    """Does the folder hold anything that looks like a part of a cache?"""
+    folder = cache / layout.PARTS
+    return folder.is_dir() and any(layout.parse_part_name(entry.name) for entry in folder.iterdir())
+
+
 def load(cache: Path) -> CacheSpec:
     """Read and check `cache.json`.
 
     Raises InputError when `cache` is no cache or of another format version, CacheDamaged when the file is unreadable.
     """
     path = cache / layout.CACHE_JSON
-    if not path.is_file():
+    if not os.path.lexists(path):
+        if has_parts(cache):
+            raise CacheDamaged("is missing, though there are parts", place=str(path), fix=NO_REPAIR)
         raise InputError(
             "is no feature cache: it has no cache.json", place=str(cache), expected="a folder written by `dflash extract`", fix="check the path"
         )
-    document = read_json(path)
+    document = read_json(path, NO_REPAIR)
     version = document.get("settings", {}).get("format_version") if isinstance(document.get("settings"), dict) else None
     if document.get("format") != layout.FORMAT_NAME or version != layout.FORMAT_VERSION:
         raise InputError(
@@ -214,21 +230,32 @@ def load(cache: Path) -> CacheSpec:
         return CacheSpec.model_validate(document)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CacheDamaged(f"cannot be trusted: {problems}", place=str(path)) from None
+        raise CacheDamaged(f"cannot be trusted: {problems}", place=str(path), fix=NO_REPAIR) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises CacheDamaged for anything else; never takes it for a new cache."""
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise CacheDamaged("is larger than any such file can be", place=str(path), found=f"{size} bytes")
+def read_json(path: Path, fix: str = "") -> dict[str, Any]:
+    """A JSON object from a plain file of bounded size. Raises CacheDamaged for anything else; never takes it for a new cache."""
+    return read_bounded(path, fix)[1]
+
+
+def read_bounded(path: Path, fix: str = "") -> tuple[bytes, dict[str, Any]]:
+    """The bytes of such a file, and the object. Raises as `read_json` does."""
+    place = str(path)
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CacheDamaged(f"is not valid JSON: {error}", place=str(path)) from None
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheDamaged("is no plain file", place=place, fix=fix)
+        if status.st_size > MAX_JSON_BYTES:
+            raise CacheDamaged("is larger than any such file can be", place=place, found=f"{status.st_size} bytes", fix=fix)
+        data = path.read_bytes()
+        document = json.loads(data)
+    except OSError as error:
+        raise CacheDamaged("is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}", place=place, fix=fix) from None
+    except (ValueError, RecursionError) as error:
+        raise CacheDamaged(f"is not valid JSON: {error}", place=place, fix=fix) from None
     if not isinstance(document, dict):
-        raise CacheDamaged("must be a JSON object", place=str(path), found=type(document).__name__)
-    return document
+        raise CacheDamaged("must be a JSON object", place=place, found=type(document).__name__, fix=fix)
+    return data, document
 
 
 def check_same_settings(cache: Path, existing: CacheSpec, wanted: CacheSpec) -> None:

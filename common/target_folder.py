@@ -5,7 +5,7 @@ The folder is written once by stage one and checked by whoever reads a file of i
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from . import atomic, layout
 from .errors import CacheDamaged
@@ -29,25 +29,36 @@ def seal(folder: Path) -> None:
 def check(cache: Path, *names: str) -> Path:
     """The path of `target/`, after checking `names` (all files when none is given) against the seal.
 
-    Raises CacheDamaged naming the file that is missing or changed.
+    Raises CacheDamaged naming the file that is missing, changed, or not inside the folder.
     """
     folder = cache / layout.TARGET
+    if folder.is_symlink():
+        raise CacheDamaged("is a symbolic link", place=str(folder), expected="a folder; nothing of a cache lies outside of it")
     if not (folder / SEAL).is_file():
         raise CacheDamaged(
             "the target's files are missing or were never completed",
             place=str(folder),
             expected=f"a folder with {SEAL}",
-            fix="run `dflash extract` again",
         )
     document = read_json(folder / SEAL)
     files = document.get("files")
     if not isinstance(files, dict) or document.get("digest") != digest_bytes(canonical(files)):
         raise CacheDamaged("the seal was changed", place=str(folder / SEAL))
     for name in names or files:
-        path = folder / name
-        if name not in files or not path.is_file() or path.is_symlink():
-            raise CacheDamaged("the file is missing", place=str(path))
-        size, digest = digest_file(path)
-        if {"size": size, "xxh3_128": digest} != files[name]:
-            raise CacheDamaged("the file is not as it was written", place=str(path), found=f"{size} bytes, {digest}", expected=f"{files[name]}")
+        _check_file(folder, name, files)
     return folder
+
+
+def _check_file(folder: Path, name: str, files: dict[str, object]) -> None:
+    inside = PurePosixPath(name)
+    if inside.is_absolute() or ".." in inside.parts:
+        raise CacheDamaged("the seal names a file outside of the folder", place=str(folder / SEAL), found=name)
+    way = [folder.joinpath(*inside.parts[: depth + 1]) for depth in range(len(inside.parts))]
+    if name not in files or not way or any(path.is_symlink() for path in way) or not way[-1].is_file():
+        raise CacheDamaged("the file is missing", place=str(folder / name), expected="a plain file, as the seal lists it")
+    try:
+        size, digest = digest_file(way[-1])
+    except OSError as error:
+        raise CacheDamaged(f"cannot be read: {error.strerror}", place=str(way[-1])) from None
+    if {"size": size, "xxh3_128": digest} != files[name]:
+        raise CacheDamaged("the file is not as it was written", place=str(way[-1]), found=f"{size} bytes, {digest}", expected=f"{files[name]}")

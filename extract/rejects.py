@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..common import atomic, layout
+from ..common.errors import CacheDamaged, guard_writing
 
 
 class RowRejected(Exception):
@@ -36,17 +37,27 @@ def _kind(reason: str) -> str:
 
 
 def save_rejects(cache: Path, rejects: Iterable[Reject], looked_at: Collection[tuple[str, int]]) -> None:
-    """Write `rejects.jsonl`: this run's, and those of earlier runs about rows that this run did not look at."""
+    """Write `rejects.jsonl`: this run's, and those of earlier runs about rows that this run did not look at.
+
+    Raises DiskFull, InputError when it may not be written, CacheDamaged when the present one cannot be read.
+    """
     path = cache / layout.REJECTS
     kept = [reject for reject in load_rejects(cache) if (reject.source, reject.row) not in looked_at]
     lines = sorted({*kept, *rejects}, key=lambda reject: (reject.source, reject.row))
     if lines or path.exists():
-        atomic.write_bytes(path, "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in lines).encode())
+        with guard_writing(path):
+            atomic.write_bytes(path, "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in lines).encode())
 
 
 def load_rejects(cache: Path) -> list[Reject]:
-    """The listed rejects; none when the file is not there."""
+    """The listed rejects; none when the file is not there. Raises CacheDamaged naming a line that is none."""
     path = cache / layout.REJECTS
     if not path.is_file():
         return []
-    return [Reject(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+    rejects = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            rejects.append(Reject(**json.loads(line)))
+        except (ValueError, TypeError):
+            raise CacheDamaged("is no reject", place=f"{path} line {number}", found=line[:80], expected="source, row and reason") from None
+    return rejects

@@ -6,20 +6,16 @@ stored, always; the same command again continues where the last one stopped.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from ..common import layers, spec
 from ..common.errors import InputError, RunFailed
+from ..common.lock import only_writer
 from ..common.progress import ProgressBar
 from ..common.spec import CacheSpec, EngineSpec, FeatureSpec, GenerationSpec, Limits, Provenance, Settings, TextSpec
 from .config import ExtractConfig
@@ -27,11 +23,11 @@ from .dataset import check_sources
 from .engine import Document, Engine, EngineJob, Outcome, WriterCounts
 from .fidelity import FidelityMonitor, MakeCheck
 from .prepare import Prepared, prepare
-from .rejects import Reject, count_reasons, save_rejects
+from .rejects import Reject, count_reasons, load_rejects, save_rejects
 from .target import Target, read_target
 from .target_files import write_target_files
 from .tokens import chat_template_hash, eos_token_ids, load_tokenizer, tokenizer_hash
-from .writer import open_cache, stored_keys
+from .writer import clear_leftovers, open_cache, stored_keys
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,10 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
     if not prepared.documents:
         raise _nothing_usable(prepared)
     cache = config.cache
-    existing = open_cache(cache, plan.spec)
     with only_writer(cache):
+        existing = open_cache(cache, plan.spec)
+        clear_leftovers(cache)
+        load_rejects(cache)  # damage there must be known before the work, not after it
         write_target_files(cache, plan.target, plan.tokenizer)
         known = stored_keys(cache, existing)
         todo = [document for document in prepared.documents if document.key not in known]
@@ -150,20 +148,6 @@ def make_plan(config: ExtractConfig) -> Plan:
     if (config.cache / "cache.json").exists():
         spec.check_same_settings(config.cache, spec.load(config.cache), wanted)
     return Plan(config, target, tokenizer, wanted)
-
-
-@contextmanager
-def only_writer(cache: Path) -> Iterator[None]:
-    """Hold the cache for writing. Raises InputError while another extraction holds it."""
-    handle = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError("another extraction is writing into it", place=f"--cache {cache}", fix="wait for it, or use another folder") from None
-        yield
-    finally:
-        os.close(handle)
 
 
 class _Account:

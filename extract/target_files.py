@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..common import atomic, layout, target_folder
-from ..common.errors import InputError
+from ..common.errors import InputError, guard_writing
+from ..common.quarantine import set_aside
 from .target import Target
 from .tokens import CHAT_TEMPLATE_FILES, TOKENIZER_FILES, eos_token_ids, special_token_ids
-from .writer import guard_space
 
 COPIED_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *CHAT_TEMPLATE_FILES)
 
@@ -26,8 +26,8 @@ def write_target_files(cache: Path, target: Target, tokenizer: Any) -> None:
     destination = cache / layout.TARGET
     if (destination / target_folder.SEAL).is_file():
         return
-    sibling = cache / f".{layout.TARGET}.{os.getpid()}"
-    with guard_space(cache):
+    sibling = atomic.sibling_of(destination)
+    with guard_writing(cache):
         try:
             sibling.mkdir()
             for name in COPIED_FILES:
@@ -36,8 +36,8 @@ def write_target_files(cache: Path, target: Target, tokenizer: Any) -> None:
             _write_head(sibling / layout.HEAD_FILE, target)
             atomic.write_json(sibling / layout.TOKENS_JSON, token_table(target, tokenizer))
             target_folder.seal(sibling)
-            if destination.exists():
-                shutil.rmtree(destination)  # left behind by a run that was killed before it was complete
+            if os.path.lexists(destination):
+                set_aside(cache, destination)  # it has no seal, so it is not what a run of ours published
             atomic.publish_folder(sibling, destination)
         finally:
             shutil.rmtree(sibling, ignore_errors=True)

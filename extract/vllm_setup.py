@@ -31,6 +31,7 @@ OURS = (
     "kv_transfer_config",
     "worker_extension_cls",
     "enable_prefix_caching",
+    "async_scheduling",
     "pipeline_parallel_size",
     "trust_remote_code",
 )
@@ -97,6 +98,7 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
         "seed": config.seed,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,  # a cached token is not computed again and would have no row
+        "async_scheduling": False,  # see OURS
         "enable_chunked_prefill": True,
         "max_model_len": _max_model_len(job),
         "max_num_batched_tokens": CPU_BATCHED_TOKENS if cpu else GPU_BATCHED_TOKENS,

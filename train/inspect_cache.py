@@ -5,6 +5,7 @@ In: a cache folder. Out: a CacheReport, printable as text and as JSON. The norms
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from ..common import layout, planes
-from .reader import CacheReader
+from .reader import CacheReader, Part
 
 NORM_CHUNKS = 8
 """Chunks, spread over the parts, from which rms and absolute maximum are taken."""
+OUTLIERS = 100.0
+"""An absolute maximum of so many times the rms is remarked on: a few channels dominate the layer."""
+BAR_WIDTH = 40
+"""Characters of the longest bar of the histogram."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,38 @@ class LayerNorms:
     rms: float
     absolute_maximum: float
     not_finite: int
+    remark: str
+    """`dead`: nothing but zeros. `outliers`: the absolute maximum is over 100 times the rms. Else empty."""
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """How many samples have from `shortest` to `longest` tokens: powers of two, 64-127 for example."""
+
+    shortest: int
+    longest: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class ArraySize:
+    """What one array takes, its metadata included."""
+
+    array: str
+    bytes: int
+    bytes_per_token: float
+    ratio_to_raw: float
+    """Of the same values uncompressed."""
+
+
+@dataclass(frozen=True)
+class PartLine:
+    """One published part."""
+
+    name: str
+    samples: int
+    tokens: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -49,14 +86,19 @@ class CacheReport:
     samples: int
     tokens: int
     supervised_tokens: int
+    supervised_share: float
     stored_bytes: int
     bytes_per_token: float
     raw_bytes_per_token: int
     ratio: float
-    array_bytes: dict[str, int]
+    arrays: tuple[ArraySize, ...]
+    """Largest first."""
     length_quantiles: dict[str, int]
+    length_histogram: tuple[LengthBin, ...]
+    """Without gaps, from the shortest sample's bin to the longest's."""
     sources: dict[str, int]
     norms: tuple[LayerNorms, ...]
+    part_list: tuple[PartLine, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -64,23 +106,32 @@ class CacheReport:
 
     def to_text(self) -> str:
         """For people."""
-        share = self.supervised_tokens / self.tokens
+        most = max(found.samples for found in self.length_histogram)
         lines = [
             f"cache        {self.path}",
             f"target       {self.model or '?'} ({self.architecture}, hidden size {self.hidden_size}, vocabulary {self.vocab_size})",
             f"layers       {', '.join(map(str, self.layer_ids))}; verifier state: raw output of block {self.verifier_layer}",
             f"written by   {self.engine}{f', answers generated ({self.generation})' if self.generation else ''}, {self.created_at or 'time unknown'}",
-            f"content      {self.samples:,} samples, {self.tokens:,} tokens ({share:.1%} supervised) in {self.parts} parts",
+            f"content      {self.samples:,} samples, {self.tokens:,} tokens ({self.supervised_share:.1%} supervised) in {self.parts} parts",
             f"size         {self.stored_bytes:,} bytes; {self.bytes_per_token:,.0f} a token, {self.ratio:.3f} of raw bfloat16 ({self.raw_bytes_per_token:,})",
             "lengths      " + ", ".join(f"{name} {value:,}" for name, value in self.length_quantiles.items()),
             "sources      " + ", ".join(f"{name} ({count:,})" for name, count in self.sources.items()),
             f"fingerprint  {self.fingerprint}",
             "",
-            f"{'array':45} {'bytes':>15} {'a token':>10}",
-            *(f"{name:45} {size:>15,} {size / self.tokens:>10.1f}" for name, size in self.array_bytes.items()),
+            f"{'tokens':>15} {'samples':>9}",
+            *(
+                f"{f'{found.shortest}-{found.longest}':>15} {found.samples:>9,} {'#' * round(BAR_WIDTH * found.samples / most)}".rstrip()
+                for found in self.length_histogram
+            ),
+            "",
+            f"{'array':45} {'bytes':>15} {'a token':>10} {'of raw':>7}",
+            *(f"{size.array:45} {size.bytes:>15,} {size.bytes_per_token:>10.1f} {size.ratio_to_raw:>7.3f}" for size in self.arrays),
             "",
             f"{'layer':12} {'rms':>10} {'abs. max.':>12} {'not finite':>12}",
-            *(f"{norm.layer:12} {norm.rms:>10.4g} {norm.absolute_maximum:>12.5g} {norm.not_finite:>12}" for norm in self.norms),
+            *(
+                f"{norm.layer:12} {norm.rms:>10.4g} {norm.absolute_maximum:>12.5g} {norm.not_finite:>12}  {norm.remark}".rstrip()
+                for norm in self.norms
+            ),
         ]
         return "\n".join(lines)
 
@@ -89,17 +140,14 @@ def inspect(cache: Path) -> CacheReport:
     """Describe a cache. Raises InputError when it is none, CacheDamaged when what is read is not as written."""
     reader = CacheReader(cache)
     settings = reader.spec.settings
-    stored = sum(part.manifest.stored_bytes + (part.path / layout.ZARR_JSON).stat().st_size for part in reader.parts)
+    stored = sum(_bytes(part) for part in reader.parts)
     tokens = reader.num_tokens
-    array_bytes: dict[str, int] = {}
     sources: dict[str, int] = {}
     for number, part in enumerate(reader.parts):
-        for name, entry in part.manifest.files.items():
-            array = name.split("/c/")[0].removesuffix(f"/{layout.ZARR_JSON}")
-            array_bytes[array] = array_bytes.get(array, 0) + entry.size
         for index, count in zip(*np.unique(reader.column(number, "source_index"), return_counts=True)):
             source = part.manifest.sources[index]
             sources[source] = sources.get(source, 0) + int(count)
+    supervised = sum(part.manifest.supervised_tokens for part in reader.parts)
     quantiles = np.quantile(reader.lengths, [0, 0.1, 0.5, 0.9, 1], method="nearest").astype(int)
     return CacheReport(
         path=str(cache),
@@ -117,16 +165,56 @@ def inspect(cache: Path) -> CacheReport:
         parts=len(reader.parts),
         samples=reader.num_samples,
         tokens=tokens,
-        supervised_tokens=sum(part.manifest.supervised_tokens for part in reader.parts),
+        supervised_tokens=supervised,
+        supervised_share=supervised / tokens,
         stored_bytes=stored,
         bytes_per_token=stored / tokens,
         raw_bytes_per_token=reader.spec.raw_bytes_per_token,
         ratio=stored / tokens / reader.spec.raw_bytes_per_token,
-        array_bytes={name: array_bytes[name] for name in sorted(array_bytes, key=lambda name: -array_bytes[name]) if array_bytes[name]},
+        arrays=tuple(_arrays(reader)),
         length_quantiles=dict(zip(("min", "10%", "median", "90%", "max"), quantiles.tolist())),
+        length_histogram=tuple(length_histogram(reader.lengths)),
         sources=sources,
         norms=tuple(_norms(reader)),
+        part_list=tuple(PartLine(part.path.name, part.manifest.samples, part.manifest.tokens, _bytes(part)) for part in reader.parts),
     )
+
+
+def length_histogram(lengths: np.ndarray) -> list[LengthBin]:
+    """Samples per power of two: a length n falls into the bin from 2^k to 2^(k+1) - 1 that holds it."""
+    powers = np.array([int(length).bit_length() - 1 for length in np.unique(lengths)])
+    counts = np.histogram(lengths, bins=[2**power for power in range(powers.min(), powers.max() + 2)])[0]
+    return [LengthBin(2**power, 2 ** (power + 1) - 1, int(count)) for power, count in enumerate(counts, powers.min())]
+
+
+def remark(rms: float, absolute_maximum: float) -> str:
+    """What is to be said of a layer whose finite values have this size."""
+    return "dead" if rms == 0 else "outliers" if absolute_maximum > OUTLIERS * rms else ""
+
+
+def _bytes(part: Part) -> int:
+    return part.manifest.stored_bytes + (part.path / layout.ZARR_JSON).stat().st_size
+
+
+def _arrays(reader: CacheReader) -> list[ArraySize]:
+    sizes: dict[str, int] = {}
+    for part in reader.parts:
+        for name, entry in part.manifest.files.items():
+            array = name.split("/c/")[0].removesuffix(f"/{layout.ZARR_JSON}")
+            sizes[array] = sizes.get(array, 0) + entry.size
+    tokens, width, layers = reader.num_tokens, reader.spec.hidden_size, len(reader.spec.layer_ids)
+    packed = width // 2 if reader.spec.mantissa_bits == planes.PACKED_BITS else width
+    raw = {
+        f"{layout.HIDDEN_STATES}/{layout.EXPONENT}": tokens * layers * width,
+        f"{layout.HIDDEN_STATES}/{layout.SIGN_MANTISSA}": tokens * layers * packed,
+        f"{layout.VERIFIER}/{layout.EXPONENT}": tokens * width,
+        f"{layout.VERIFIER}/{layout.SIGN_MANTISSA}": tokens * width,
+    }
+    for part in reader.parts:
+        for name, (shape, dtype) in part.manifest.small_arrays(reader.spec).items():
+            raw[name] = raw.get(name, 0) + math.prod(shape) * np.dtype(dtype).itemsize
+    lines = [ArraySize(name, size, size / tokens, size / raw[name]) for name, size in sizes.items() if name in raw]
+    return sorted(lines, key=lambda line: -line.bytes)
 
 
 def _norms(reader: CacheReader) -> list[LayerNorms]:
@@ -152,5 +240,6 @@ def _norms(reader: CacheReader) -> list[LayerNorms]:
             largest = max(largest, float(np.abs(kept).max()))
             count += int(finite.sum())
             not_finite += int((~finite).sum())
-        norms.append(LayerNorms(name, float(np.sqrt(squares / max(count, 1))), largest, not_finite))
+        rms = float(np.sqrt(squares / max(count, 1)))
+        norms.append(LayerNorms(name, rms, largest, not_finite, remark(rms, largest)))
     return norms

@@ -63,7 +63,7 @@ def dense_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> tor
 def segment_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> tuple[Segment, ...]:
     """The non-empty pieces of `dense_mask`: at most SEGMENT_BLOCKS blocks of one document, and its rows before their last anchor.
 
-    Blocks never see each other, so cutting between them changes nothing. Made on the CPU; anchors must be ascending.
+    Blocks never see each other, so cutting between them changes nothing. Anchors must be ascending.
     """
     first_row = {int(document): int(row) for row, document in reversed(list(enumerate(document_T.tolist())))}
     size = int(of.slot_Q.max()) + 1
@@ -75,7 +75,7 @@ def segment_mask(of: Queries, document_T: torch.Tensor, window: int | None) -> t
             piece = Queries(of.anchor_Q[queries], of.document_Q[queries], of.slot_Q[queries], of.block_Q[queries])
             first = first_row.get(document, 0)
             rows = slice(first, max(int(piece.anchor_Q.max()), first))
-            row = torch.arange(rows.start, rows.stop)
+            row = torch.arange(rows.start, rows.stop, device=document_T.device)
             segments.append(Segment(queries, rows, _visible(piece, document_T[rows], row, window)))
         start += count
     return tuple(segments)

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-import crc32c
 import numpy as np
 from numcodecs import zstd
 
@@ -19,11 +18,14 @@ from ..common import layout, manifest, planes, spec
 from ..common.errors import CacheDamaged, InputError
 from ..common.manifest import PartManifest
 from ..common.sample import Sample
-from ..common.shard import CHECKSUM_BYTES, checked_chunk, map_file, read_index
+from ..common.shard import CHECKSUM_BYTES, checked_chunk, map_file, read_index, zstd_content_bytes
+from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
 
 MAX_OPEN_SHARDS = 128
 """Shard files mapped at once. Each map holds a file handle, and the usual limit is 1,024 a process."""
+MAX_SMALL_BYTES = 256 << 20
+"""Small arrays kept in memory, bytes. A token's id and mask are 5 bytes, so that those of a large cache do not all fit."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class CacheReader:
         parts = []
         for folder in manifest.list_parts(path):
             found = manifest.load(folder, cache)
-            parts.append(Part(folder, found, _offsets(folder, found)))
+            parts.append(Part(folder, found, _offsets(folder, found, cache)))
         if not parts:
             raise InputError("holds no samples yet", place=str(path), expected="at least one published part", fix="run `dflash extract` to its end")
         self._index(path, cache, parts)
@@ -67,7 +69,7 @@ class CacheReader:
     def of_part(cls, part: Path, found: PartManifest, cache: CacheSpec, offsets: np.ndarray | None = None) -> CacheReader:
         """A reader of one part alone, whose manifest has been checked. `offsets` stand in for those of a damaged part."""
         reader = cls.__new__(cls)
-        reader._index(part.parent.parent, cache, [Part(part, found, _offsets(part, found) if offsets is None else offsets)])
+        reader._index(part.parent.parent, cache, [Part(part, found, _offsets(part, found, cache) if offsets is None else offsets)])
         return reader
 
     def _index(self, path: Path, cache: CacheSpec, parts: list[Part]) -> None:
@@ -80,9 +82,10 @@ class CacheReader:
         self.lengths = np.concatenate([np.diff(part.offsets) for part in self.parts])
         """int64 [S]: tokens of each sample."""
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
-        self._shards: OrderedDict[tuple[int, str], _Shard] = OrderedDict()
+        self._shards: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
-        self._small: dict[tuple[int, str], np.ndarray] = {}
+        self._small: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
+        self._small_bytes = 0
 
     @property
     def num_samples(self) -> int:
@@ -128,11 +131,20 @@ class CacheReader:
         )
 
     def column(self, part: int, name: str) -> np.ndarray:
-        """A small array of a part, read-only; its checksum is tested when it is first touched."""
+        """A small array of a part, read-only; its digest is tested whenever it is read from disk."""
         key = (part, name)
-        if key not in self._small:
-            self._small[key] = read_small(self.parts[part].path, self.parts[part].manifest, name)
-        return self._small[key]
+        with self._lock:
+            if (kept := self._small.get(key)) is not None:
+                self._small.move_to_end(key)
+                return kept
+        values = read_small(self.parts[part].path, self.parts[part].manifest, self.spec, name)
+        with self._lock:
+            if key not in self._small:
+                self._small[key] = values
+                self._small_bytes += values.nbytes
+            while self._small_bytes > MAX_SMALL_BYTES and len(self._small) > 1:
+                self._small_bytes -= self._small.popitem(last=False)[1].nbytes
+        return values
 
     def tokens(self, sample: int, name: str) -> np.ndarray:
         """`input_ids` or `loss_mask` of one sample."""
@@ -170,32 +182,40 @@ class CacheReader:
 
     def _decode_chunks(self, part: int, array: str, plane: str, slot: int, first: int, into: np.ndarray) -> None:
         """Chunks of one shard from number `first` on, as many as fill `into` (uint8 [n * chunk, width])."""
-        shard = self._shard(part, layout.shard_path(array, plane, slot if array == layout.HIDDEN_STATES else None))
+        shard = self._shard(part, array, plane, slot)
         chunk = self.parts[part].manifest.chunk_tokens
         for number in range(len(into) // chunk):
             shard.decode(first + number, into[number * chunk : (number + 1) * chunk], compressed=plane == layout.EXPONENT)
 
-    def _shard(self, part: int, name: str) -> _Shard:
-        key = (part, name)
+    def _shard(self, part: int, array: str, plane: str, slot: int) -> _Shard:
+        verifier = array == layout.VERIFIER
+        row = (len(self.spec.layer_ids) if verifier else slot) * len(layout.PLANES) + layout.PLANES.index(plane)
+        key = (part, row)
         with self._lock:
-            shard = self._shards.get(key)
-            if shard is None:
-                shard = self._shards[key] = _Shard(self.parts[part].path / name, self.parts[part].manifest.num_chunks)
-                while len(self._shards) > MAX_OPEN_SHARDS:
-                    self._shards.popitem(last=False)
-            else:
+            if (shard := self._shards.get(key)) is not None:
                 self._shards.move_to_end(key)
-            return shard
+                return shard
+        path = self.parts[part].path / layout.shard_path(array, plane, None if verifier else slot)
+        shard = _Shard(path, self.column(part, layout.CHUNK_CHECKSUMS)[row].copy())
+        with self._lock:
+            self._shards[key] = shard
+            while len(self._shards) > MAX_OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        return shard
 
 
 class _Shard:
-    """A mapped shard file. The map lives as long as the last view of it."""
+    """A mapped shard file. The map lives as long as the last view of it.
 
-    def __init__(self, path: Path, num_chunks: int) -> None:
-        self.path = path
+    checksums: uint32 [chunks], what the part lists for each chunk of this shard; it binds a chunk to its place, since two
+    shards of sign_mantissa are of one size and each chunk's own checksum goes with it wherever it is moved.
+    """
+
+    def __init__(self, path: Path, checksums: np.ndarray) -> None:
+        self.path, self.checksums = path, checksums
         self.data = map_file(path)
-        self.index = read_index(self.data, num_chunks, str(path))
-        self.checked = np.zeros(num_chunks, bool)
+        self.index = read_index(self.data, len(checksums), str(path))
+        self.checked = np.zeros(len(checksums), bool)
 
     def decode(self, number: int, into: np.ndarray, compressed: bool) -> None:
         """Chunk `number`, checked on first touch, decoded into the contiguous uint8 array `into`."""
@@ -203,16 +223,14 @@ class _Shard:
         if self.checked[number]:
             chunk = self.data[offset : offset + size - CHECKSUM_BYTES]
         else:
-            chunk = checked_chunk(self.data, offset, size, f"{self.path} chunk {number}")
+            chunk = checked_chunk(self.data, offset, size, int(self.checksums[number]), f"{self.path} chunk {number}")
             self.checked[number] = True
+        found = zstd_content_bytes(chunk) if compressed else len(chunk)
+        if found != into.nbytes:
+            raise CacheDamaged(
+                "the chunk has another size than its array says", place=f"{self.path} chunk {number}", found=found, expected=f"{into.nbytes} bytes"
+            )
         if not compressed:
-            if len(chunk) != into.nbytes:
-                raise CacheDamaged(
-                    "the chunk has another size than its array says",
-                    place=f"{self.path} chunk {number}",
-                    found=len(chunk),
-                    expected=f"{into.nbytes} bytes",
-                )
             into[...] = np.frombuffer(chunk, np.uint8).reshape(into.shape)
             return
         try:
@@ -221,23 +239,8 @@ class _Shard:
             raise CacheDamaged(f"the chunk cannot be decompressed: {error}", place=f"{self.path} chunk {number}") from None
 
 
-def read_small(part: Path, found: PartManifest, name: str) -> np.ndarray:
-    """A small array straight from its only chunk, checked against its crc32c. Read-only."""
-    shape, dtype = manifest.small_arrays(found)[name]
-    path = part / name / "c" / "/".join("0" for _ in shape)
-    data = path.read_bytes()
-    body, stored = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-    if len(body) != int(np.prod(shape)) * np.dtype(dtype).itemsize:
-        raise CacheDamaged(
-            "the array has another size than its manifest says", place=str(path), found=f"{len(body)} bytes", expected=f"{shape} {dtype}"
-        )
-    if crc32c.crc32c(body).to_bytes(CHECKSUM_BYTES, "little") != stored:
-        raise CacheDamaged("the checksum does not match", place=str(path))
-    return np.frombuffer(body, np.dtype(dtype).newbyteorder("<")).reshape(shape)
-
-
-def _offsets(part: Path, found: PartManifest) -> np.ndarray:
-    offsets = read_small(part, found, "sample_offsets")
+def _offsets(part: Path, found: PartManifest, cache: CacheSpec) -> np.ndarray:
+    offsets = read_small(part, found, cache, "sample_offsets")
     if offsets[0] != 0 or offsets[-1] != found.tokens or (np.diff(offsets) <= 0).any():
         raise CacheDamaged(
             "the samples do not fill the part, each after the other",

@@ -7,90 +7,33 @@ the engine itself predicted there.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..common import layout, manifest, planes, spec, target_folder
-from ..common.errors import CacheDamaged, DflashError, InputError
+from ..common.errors import CacheDamaged, InputError
 from ..common.fingerprint import digest_file
 from ..common.manifest import PartManifest
 from ..common.progress import ProgressBar
+from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
-from .reader import CacheReader, read_small
+from .reader import CacheReader
+from .verify_report import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from .fidelity import Agreement, TeacherCheck
 
 MIN_AGREEMENT = 0.98
 """Below this share of samples the stored states are not what the engine computed with."""
+NAMED_CHUNKS = 4
+"""Damaged chunks of one layer that are named one by one."""
 DATA_TOKENS = 20_000
 """Supervised tokens, spread over the cache, on which the teacher is compared with the data."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is not as it must be."""
-
-    place: str
-    """Part, array and chunk."""
-    what: str
-
-
-@dataclass
-class VerifyReport:
-    """The answer of `dflash verify`."""
-
-    path: str
-    parts: int = 0
-    samples: int = 0
-    tokens: int = 0
-    chunks: int = 0
-    bytes_read: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    fidelity_exact: int = 0
-    """Samples whose stored state gives the engine's own token."""
-    fidelity_near_ties: int = 0
-    """Samples that give a token within rounding of it."""
-    fidelity_different: int = 0
-    teacher_tokens: int = 0
-    """Supervised tokens on which the teacher was compared with the data."""
-    teacher_equals_data: int = 0
-
-    @property
-    def fidelity(self) -> float | None:
-        """Share of samples that agree, near ties included; None when none was compared."""
-        total = self.fidelity_exact + self.fidelity_near_ties + self.fidelity_different
-        return (total - self.fidelity_different) / total if total else None
-
-    @property
-    def ok(self) -> bool:
-        """Nothing is wrong."""
-        return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return {**asdict(self), "fidelity": self.fidelity, "ok": self.ok}
-
-    def to_text(self) -> str:
-        """For people."""
-        lines = [f"{problem.place}: {problem.what}" for problem in self.problems]
-        lines.append(
-            f"{'OK' if self.ok else f'{len(self.problems)} PROBLEMS'}: {self.parts} parts, {self.samples:,} samples, {self.tokens:,} tokens, "
-            f"{self.chunks:,} chunks, {self.bytes_read:,} bytes checked"
-        )
-        if self.fidelity is not None:
-            lines.append(
-                f"teacher fidelity: {self.fidelity:.2%} of samples give the engine's own next token "
-                f"({self.fidelity_exact} exactly, {self.fidelity_near_ties} near ties, {self.fidelity_different} different)"
-            )
-        if self.teacher_tokens:
-            share = self.teacher_equals_data / self.teacher_tokens
-            lines.append(f"teacher equals data: {share:.2%} of {self.teacher_tokens:,} supervised tokens (high when the target wrote the text)")
-        return "\n".join(lines)
 
 
 def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
@@ -100,10 +43,6 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
     """
     found = spec.load(cache)
     report = VerifyReport(str(cache))
-
-    def problem(error: DflashError) -> None:
-        report.problems.append(Problem(error.place, str(error).removeprefix(f"{error.place}: ")))
-
     check = None
     try:
         target_folder.check(cache)
@@ -112,26 +51,30 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
 
             check = TeacherCheck(cache)
     except (CacheDamaged, InputError) as error:
-        problem(error)
+        report.add(error, layout.TARGET if isinstance(error, CacheDamaged) else "")
+    _check_rejects(cache, report)
     try:
-        parts = manifest.list_parts(cache)
+        parts, odd = manifest.scan_parts(cache)
     except CacheDamaged as error:
-        problem(error)
-        parts = [p for p in sorted((cache / layout.PARTS).iterdir()) if layout.parse_part_name(p.name) and not p.is_symlink() and p.is_dir()]
+        report.add(error, "")
+        return report
+    for path in odd:
+        report.add(CacheDamaged("is no part", place=str(path), expected="only folders named NNNNNNNN-WWWW, no links"), f"{layout.PARTS}/{path.name}")
     if not parts:
         report.problems.append(Problem(str(cache), "holds no samples yet"))
     keys: dict[bytes, str] = {}
     with ProgressBar("verify", total=len(parts)) as bar:
         for part in parts:
+            entry = f"{layout.PARTS}/{part.name}"
             try:
                 part_manifest = manifest.load(part, found)
             except CacheDamaged as error:
-                problem(error)
+                report.add(error, entry)
                 bar.update(1)
                 continue
             before = len(report.problems)
             for damage in _check_part(part, part_manifest, found, report, keys):
-                problem(damage)
+                report.add(damage, entry)
             if check is not None and len(report.problems) == before:
                 _check_teacher(part, part_manifest, check, report)
             bar.update(1, f"{report.bytes_read / 1e9:.2f} GB")
@@ -148,24 +91,42 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
     return report
 
 
+def _check_rejects(cache: Path, report: VerifyReport) -> None:
+    path = cache / layout.REJECTS
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_symlink():
+            raise ValueError("is a symbolic link")
+        for line in path.read_bytes().splitlines():
+            if set(json.loads(line)) != {"source", "row", "reason"}:
+                raise ValueError("a line is no reject")
+    except (OSError, ValueError, TypeError) as error:
+        report.add(CacheDamaged(f"is no list of rejects: {error}", place=str(path)), layout.REJECTS)
+
+
 def _check_part(part: Path, found: PartManifest, cache: CacheSpec, report: VerifyReport, keys: dict[bytes, str]) -> Iterator[CacheDamaged]:
     report.parts += 1
     report.samples += found.samples
     report.tokens += found.tokens
     for name, entry in found.files.items():
-        size, digest = digest_file(part / name)
+        try:
+            size, digest = digest_file(part / name)
+        except OSError as error:
+            yield CacheDamaged(f"cannot be read: {error.strerror}", place=str(part / name))
+            continue
         report.bytes_read += size
         if digest != entry.xxh3_128:
             yield CacheDamaged("the file's digest does not match", place=str(part / name))
     yield from _check_metadata(part, found, cache)
     yield from _check_chunks(part, found, cache, report)
     columns: dict[str, np.ndarray] = {}
-    for name in manifest.small_arrays(found):
+    for name in manifest.SMALL_ARRAYS:
         try:
-            columns[name] = read_small(part, found, name)
+            columns[name] = read_small(part, found, cache, name)
         except CacheDamaged as error:
             yield error
-    if len(columns) == len(manifest.small_arrays(found)):
+    if len(columns) == len(manifest.SMALL_ARRAYS):
         yield from _check_columns(part, found, cache, columns, keys)
 
 
@@ -177,7 +138,7 @@ def _check_metadata(part: Path, found: PartManifest, cache: CacheSpec) -> Iterat
         f"{layout.HIDDEN_STATES}/{layout.SIGN_MANTISSA}": ((found.tokens, layers, packed), "uint8"),
         f"{layout.VERIFIER}/{layout.EXPONENT}": ((found.tokens, width), "uint8"),
         f"{layout.VERIFIER}/{layout.SIGN_MANTISSA}": ((found.tokens, width), "uint8"),
-        **manifest.small_arrays(found),
+        **found.small_arrays(cache),
     }
     for name, (shape, dtype) in shapes.items():
         path = part / name / layout.ZARR_JSON
@@ -194,21 +155,29 @@ def _check_metadata(part: Path, found: PartManifest, cache: CacheSpec) -> Iterat
 
 def _check_chunks(part: Path, found: PartManifest, cache: CacheSpec, report: VerifyReport) -> Iterator[CacheDamaged]:
     reader = CacheReader.of_part(part, found, cache, offsets=np.array([0, found.tokens]))
+    try:
+        reader.column(0, layout.CHUNK_CHECKSUMS)
+    except CacheDamaged:
+        return  # reported among the small arrays; the files' digests have told what else is wrong
     chunk = found.chunk_tokens
     slots = [(layout.HIDDEN_STATES, slot) for slot in range(len(cache.layer_ids))] + [(layout.VERIFIER, 0)]
     for array, slot in slots:
+        damaged = []
         for number in range(found.num_chunks):
             start, stop = number * chunk, min((number + 1) * chunk, found.tokens)
             try:
                 rows = reader.read_rows(0, start, stop, array, (slot,))
             except CacheDamaged as error:
-                yield error
+                damaged.append(error)
                 continue
             report.chunks += len(layout.PLANES)
             if (rows.exponent == 0xFF).any():
                 layer = cache.layer_ids[slot] if array == layout.HIDDEN_STATES else cache.settings.features.verifier_layer
                 row = start + int(np.argwhere(rows.exponent[0] == 0xFF)[0, 0])
                 yield CacheDamaged(f"row {row} of layer {layer} holds values that are not finite", place=f"{part / array} chunk {number}")
+        yield from damaged[:NAMED_CHUNKS]
+        if len(damaged) > NAMED_CHUNKS:
+            yield CacheDamaged(f"and {len(damaged) - NAMED_CHUNKS} more chunks of the same layer", place=damaged[0].place.rsplit(" chunk ", 1)[0])
 
 
 def _check_columns(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import crc32c
 import numpy as np
 import pytest
 from dflash_cache.common.errors import CacheDamaged
 from dflash_cache.common.fingerprint import digest_file
-from dflash_cache.common.shard import ShardWriter, checked_chunk, map_file, read_index
+from dflash_cache.common.shard import ShardWriter, checked_chunk, map_file, read_index, zstd_content_bytes
+from numcodecs import zstd
+
+CHUNKS = (b"first", b"second chunk", b"3")
+CHECKSUMS = tuple(crc32c.crc32c(chunk) for chunk in CHUNKS)
 
 
 @pytest.fixture
 def shard(tmp_path):
     path = tmp_path / "c" / "0"
     writer = ShardWriter(path)
-    for chunk in (b"first", b"second chunk", b"3"):
+    for chunk in CHUNKS:
         writer.append(chunk)
     record = writer.close()
+    assert record.checksums == CHECKSUMS
     assert digest_file(path) == (record.size, record.xxh3_128)
     return path
 
@@ -24,7 +30,7 @@ def test_chunks_come_back_in_order(shard):
     data = map_file(shard)
     index = read_index(data, 3, "here")
     assert index.tolist() == [[0, 9], [9, 16], [25, 5]]
-    assert [bytes(checked_chunk(data, int(o), int(n), "here")) for o, n in index] == [b"first", b"second chunk", b"3"]
+    assert [bytes(checked_chunk(data, int(o), int(n), w, "here")) for (o, n), w in zip(index, CHECKSUMS)] == list(CHUNKS)
 
 
 def test_any_flipped_bit_is_found(shard):
@@ -39,7 +45,25 @@ def test_any_flipped_bit_is_found(shard):
 def _read(raw):
     data = memoryview(bytes(raw))
     for number, (offset, size) in enumerate(read_index(data, 3, "here")):
-        checked_chunk(data, int(offset), int(size), f"chunk {number}")
+        checked_chunk(data, int(offset), int(size), CHECKSUMS[number], f"chunk {number}")
+
+
+def test_a_whole_chunk_of_another_place_is_damage(shard):
+    data = map_file(shard)
+    (first, size), *_ = read_index(data, 3, "here").tolist()
+    with pytest.raises(CacheDamaged, match="not the one that was written here"):
+        checked_chunk(data, first, size, CHECKSUMS[1], "chunk 1")
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 65_535, 65_536 + 256, 1 << 20])
+def test_the_content_size_of_a_zstd_frame_is_the_one_that_was_compressed(size):
+    assert zstd_content_bytes(memoryview(zstd.compress(bytes(size), 1))) == size
+
+
+def test_what_is_no_zstd_frame_has_no_content_size():
+    assert zstd_content_bytes(memoryview(b"")) is None
+    assert zstd_content_bytes(memoryview(b"\x28\xb5\x2f\xfd")) is None
+    assert zstd_content_bytes(memoryview(b"no frame at all, only text")) is None
 
 
 def test_every_truncation_is_found(shard):
@@ -51,8 +75,6 @@ def test_every_truncation_is_found(shard):
 
 def test_an_absent_chunk_is_damage_and_never_zeros(tmp_path):
     import struct
-
-    import crc32c
 
     index = np.array([[0, 9], [2**64 - 1, 2**64 - 1]], "<u8").tobytes()
     data = memoryview(b"first" + struct.pack("<I", crc32c.crc32c(b"first")) + index + struct.pack("<I", crc32c.crc32c(index)))

@@ -80,7 +80,7 @@ def test_an_error_of_the_writer_comes_back_as_data(worker: Any, monkeypatch: pyt
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     extension, _ = worker(3)
-    monkeypatch.setattr("dflash_cache.extract.writer._Part.add", no_space)
+    monkeypatch.setattr("dflash_cache.extract.part.PartBuilder.add", no_space)
     extension.dflash_commit([document()])
     error = rebuild(extension.dflash_close(True)["error"])
     assert type(error) is DiskFull

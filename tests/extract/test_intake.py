@@ -66,7 +66,7 @@ def test_a_full_disk_reaches_the_caller_as_itself_and_committed_parts_stay(cache
     def no_space(self: object, sample: Sample) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_cache.extract.writer._Part.add", no_space)
+    monkeypatch.setattr("dflash_cache.extract.part.PartBuilder.add", no_space)
     intake = Intake(folder, writer_id=1)
     intake.offer(samples[0])
     with pytest.raises(DiskFull, match="No space left on device"):

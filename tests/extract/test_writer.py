@@ -14,7 +14,8 @@ import pytest
 from dflash_cache.common import layout, manifest
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, DiskFull, InputError
-from dflash_cache.extract import writer as module
+from dflash_cache.common.shard import ShardWriter
+from dflash_cache.extract.part import PartBuilder
 from dflash_cache.extract.writer import CacheWriter, open_cache, stored_keys
 
 
@@ -42,7 +43,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path, make):
 def test_parts_without_a_cache_json_are_never_taken_for_a_new_cache(write_cache, make):
     cache, spec, _ = write_cache()
     (cache / layout.CACHE_JSON).unlink()
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(CacheDamaged, match=r"cache\.json: is missing, though there are parts"):
         open_cache(cache, spec)
 
 
@@ -57,7 +58,7 @@ def test_a_part_is_bounded_by_tokens_and_by_age(tmp_path, make, monkeypatch):
     assert (writer.samples, writer.tokens, writer.parts) == (7, 140, 3)
     slow = CacheWriter(tmp_path / "c", make.spec(part_tokens=10**6))
     slow.add(make.sample(8, 20, spec))
-    monkeypatch.setattr(module._Part, "age_seconds", 601.0)
+    monkeypatch.setattr(PartBuilder, "age_seconds", 601.0)
     slow.add(make.sample(9, 20, spec))
     assert slow.parts == 1
 
@@ -99,7 +100,7 @@ def test_no_space_is_a_clear_error_and_committed_parts_stay(tmp_path, make, monk
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(module.ShardWriter, "append", fail)
+    monkeypatch.setattr(ShardWriter, "append", fail)
     with pytest.raises(DiskFull, match="run the same command again") as caught:
         writer.add(make.sample(1, 40, spec))
     assert caught.value.exit_code == 1
