@@ -23,9 +23,8 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/extract")]
 
-from tiny_target import build_target, chat, write_jsonl  # noqa: E402
-
 from dflash_cache.train.reader import CacheReader  # noqa: E402
+from tiny_target import build_target, chat, write_jsonl  # noqa: E402
 
 
 def dflash(*arguments: object) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Locks are the kernel's (flock), on folders: they end with the process that holds
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -20,15 +21,26 @@ PATIENCE_SECONDS = 30.0
 
 
 class Hold:
-    """A folder's lock, shared or exclusive; ends with `close` or with the object. Raises BlockingIOError when it is taken."""
+    """A folder's lock, shared or exclusive; ends with `close` or with the object.
+
+    Raises BlockingIOError when it is taken, InputError where the file system cannot lock.
+    """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
         self._handle: int | None = None
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BaseException:
+        except BaseException as error:
             os.close(handle)
+            if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise InputError(
+                    "the file system cannot lock",
+                    place=str(folder),
+                    found=error.strerror,
+                    expected="flock, so that two extractions do not mix",
+                    fix="mount it with locking (Lustre: -o flock), or extract into a folder elsewhere",
+                ) from None
             raise
         self._handle = handle
 

@@ -10,10 +10,12 @@ import math
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import Annotated, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from . import layout
 from .config import Config
@@ -36,13 +38,18 @@ SMALL_ARRAYS: dict[str, tuple[tuple[str | int, ...], str]] = {
     layout.CHUNK_CHECKSUMS: (("shards", "chunks"), "uint32"),
 }
 """Every array besides the states: its shape in the letters of FORMAT.md, and its type. Each is one chunk."""
+MAX_FILES = 4096
+"""More than a part of 1,024 layers, the most that a cache may store, has."""
 _ITEM_BYTES = {"uint8": 1, "int32": 4, "uint32": 4, "int64": 8}
 
 
-class FileEntry(Config):
-    """One file of a part."""
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a part. Not a model: a large cache has half a million of them in memory."""
 
-    size: int = Field(ge=0)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    size: Annotated[int, Field(ge=0)]
     """Bytes."""
     xxh3_128: str
     """Hex digest of the content."""
@@ -141,7 +148,10 @@ def read(part: Path, spec: CacheSpec) -> PartManifest:
     path = part / layout.ZARR_JSON
     data, document = read_bounded(path)
     try:
-        manifest = PartManifest.model_validate(document["attributes"][ATTRIBUTE])
+        body = document["attributes"][ATTRIBUTE]
+        if len(body["files"]) > MAX_FILES:
+            raise CacheDamaged("has a manifest that lists too many files", place=str(path), found=len(body["files"]), expected=f"at most {MAX_FILES}")
+        manifest = PartManifest.model_validate(body)
     except (KeyError, TypeError):
         raise CacheDamaged("has no manifest in its attributes", place=str(path)) from None
     except ValidationError as error:

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from . import atomic, layout
 from .config import Config
 from .errors import CacheDamaged, InputError
-from .fingerprint import differences, fingerprint
+from .fingerprint import canonical, differences, digest_bytes, fingerprint
 
 MAX_JSON_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 1 << 30
@@ -194,8 +194,9 @@ class CacheSpec(Config):
 
 
 def save(cache: Path, spec: CacheSpec) -> None:
-    """Write `cache.json`, atomically."""
-    atomic.write_json(cache / layout.CACHE_JSON, spec.model_dump(mode="json"))
+    """Write `cache.json`, atomically, sealed with a digest over all of it."""
+    document = spec.model_dump(mode="json")
+    atomic.write_json(cache / layout.CACHE_JSON, {**document, "digest": digest_bytes(canonical(document))})
 
 
 def has_parts(cache: Path) -> bool:
@@ -226,6 +227,8 @@ def load(cache: Path) -> CacheSpec:
             expected=f"{layout.FORMAT_NAME!r} version {layout.FORMAT_VERSION}",
             fix="use the program version that wrote it",
         )
+    if document.pop("digest", None) != digest_bytes(canonical(document)):
+        raise CacheDamaged("is not as it was written: its digest does not match", place=str(path), fix=NO_REPAIR)
     try:
         return CacheSpec.model_validate(document)
     except ValidationError as error:

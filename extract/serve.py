@@ -6,6 +6,7 @@ Out: ServedResult. tau is 1 + accepted / drafts, from vLLM's own counters.
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import time
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import DflashError, InputError, RunFailed
+from ..common.progress import ProgressBar
 from .config import ServeConfig
 from .conversation import parse_conversation
 from .dataset import check_sources, read_rows
 from .rejects import Reject, RowRejected, count_reasons
 from .target import read_target
 from .tokens import ConversationTokenizer, eos_token_ids, load_tokenizer
-from .vllm_setup import EngineLog, check_engine_args, cpu_arguments, quiet_environment, vllm_version
+from .vllm_setup import EngineLog, check_engine_args, cpu_arguments, model_length, quiet_environment, vllm_version
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -98,6 +100,7 @@ def evaluate_served(config: ServeConfig) -> ServedResult:
     check_sources(config.data)
     speculative = config.num_speculative_tokens or _block_size(config.drafter) - 1
     target = read_target(config.model, trust_remote_code=config.trust_remote_code)
+    config = config.model_copy(update={"max_length": model_length(target, config.max_length, config.trust_remote_code)})
     tokenizer = load_tokenizer(target.folder, trust_remote_code=config.trust_remote_code, place=f"--model {config.model}")
     prompts, rejects = _prompts(config, tokenizer)
     if not prompts:
@@ -178,8 +181,11 @@ def _in_own_process(config: ServeConfig, model: str, prompts: list[list[int]], s
     process = context.Process(target=_serve, args=(theirs, config, model, prompts, stops, speculative), name="dflash-serve")
     process.start()
     theirs.close()
+    title = "serving without a drafter" if speculative is None else "serving with the drafter"
     try:
-        answer = ours.recv()
+        with ProgressBar(title, len(prompts)) as bar:
+            while isinstance(answer := ours.recv(), int):
+                bar.update(answer)
     except EOFError:
         answer = RunFailed("the server's process ended without an answer", place="vLLM")
     finally:
@@ -201,7 +207,7 @@ def _serve(connection: Connection, config: ServeConfig, model: str, prompts: lis
     """The body of a server's process: answers _Served, or the reason of a failure."""
     log = EngineLog()
     try:
-        connection.send(_serve_all(config, model, prompts, stops, speculative, log))
+        connection.send(_serve_all(config, model, prompts, stops, speculative, log, connection))
     except DflashError as error:
         connection.send(str(error))
     except Exception as error:
@@ -211,7 +217,9 @@ def _serve(connection: Connection, config: ServeConfig, model: str, prompts: lis
         connection.close()
 
 
-def _serve_all(config: ServeConfig, model: str, prompts: list[list[int]], stops: list[int], speculative: int | None, log: EngineLog) -> _Served:
+def _serve_all(
+    config: ServeConfig, model: str, prompts: list[list[int]], stops: list[int], speculative: int | None, log: EngineLog, connection: Connection
+) -> _Served:
     with quiet_environment(), log.capture():
         from vllm import LLM
 
@@ -230,13 +238,24 @@ def _serve_all(config: ServeConfig, model: str, prompts: list[list[int]], stops:
             arguments["speculative_config"] = {"method": "dflash", "model": str(config.drafter), "num_speculative_tokens": speculative}
         llm = LLM(**{**arguments, **cpu_arguments(), **config.engine_args})
         try:
-            return _measure(llm, config, prompts, stops)
+            return _measure(llm, config, prompts, stops, connection)
         finally:
             llm.llm_engine.engine_core.shutdown()  # this process ends without its exit handlers, and the engine would live on
 
 
-def _measure(llm: Any, config: ServeConfig, prompts: list[list[int]], stops: list[int]) -> _Served:
+def _measure(llm: Any, config: ServeConfig, prompts: list[list[int]], stops: list[int], connection: Connection) -> _Served:
+    from tqdm import tqdm
     from vllm import SamplingParams
+
+    class Reporter(tqdm):
+        """vLLM reports finished prompts to a tqdm; this one sends their number to the parent and shows nothing."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            connection.send(int(n or 0))
+            return super().update(n)
 
     sampling = [
         SamplingParams(
@@ -252,7 +271,7 @@ def _measure(llm: Any, config: ServeConfig, prompts: list[list[int]], stops: lis
     llm.generate(inputs[:1], sampling[:1], use_tqdm=False)  # warm up
     before = _counters(llm)
     started = time.monotonic()
-    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    outputs = llm.generate(inputs, sampling, use_tqdm=Reporter)
     seconds = time.monotonic() - started
     after = _counters(llm)
     counters = {name: after[0].get(name, 0) - before[0].get(name, 0) for name in after[0]}

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ..common.errors import InputError
 from .engine import EngineJob
-from .target import load_config
+from .target import Target, load_config
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 """The vLLM versions whose interfaces this was written for."""
@@ -100,7 +100,8 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
         "enable_prefix_caching": False,  # a cached token is not computed again and would have no row
         "async_scheduling": False,  # see OURS
         "enable_chunked_prefill": True,
-        "max_model_len": _max_model_len(job),
+        # One more than a document, because a prefill also predicts one token.
+        "max_model_len": model_length(job.target, config.max_length + 1, config.trust_remote_code),
         "max_num_batched_tokens": CPU_BATCHED_TOKENS if cpu else GPU_BATCHED_TOKENS,
         "max_num_seqs": CPU_SEQUENCES if cpu else GPU_SEQUENCES,
         "disable_log_stats": True,
@@ -125,11 +126,10 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
     return {**ours, **cpu_arguments(), **config.engine_args}
 
 
-def _max_model_len(job: EngineJob) -> int:
-    """One more than a document, because a prefill also predicts one token; but no more than the model takes."""
-    text = load_config(job.target.folder, job.config.trust_remote_code, f"--model {job.target.name}").get_text_config(decoder=True)
+def model_length(target: Target, wanted: int, trust_remote_code: bool) -> int:
+    """`wanted` tokens, but no more than the model takes."""
+    text = load_config(target.folder, trust_remote_code, f"--model {target.name}").get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None)
-    wanted = job.config.max_length + 1
     return min(wanted, int(longest)) if longest else wanted
 
 

@@ -6,6 +6,7 @@ each chunk's crc32c on first touch, and decoding. Knows nothing of order, packin
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
 
 MAX_OPEN_SHARDS = 128
-"""Shard files mapped at once. Each map holds a file handle, and the usual limit is 1,024 a process."""
+"""Shard files mapped at once by a reader. Each map holds a file handle, and the usual limit is 1,024 a process."""
+SHARE_OF_HANDLES = 8
+"""A reader takes at most one of so many file handles that the process may have, for there may be several readers."""
 MAX_SMALL_BYTES = 256 << 20
 """Small arrays kept in memory, bytes. A token's id and mask are 5 bytes, so that those of a large cache do not all fit."""
 
@@ -84,6 +87,7 @@ class CacheReader:
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
         self._shards: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
+        self._max_open = max(1, min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE_OF_HANDLES))
         self._small: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
         self._small_bytes = 0
 
@@ -199,7 +203,7 @@ class CacheReader:
         shard = _Shard(path, self.column(part, layout.CHUNK_CHECKSUMS)[row].copy())
         with self._lock:
             self._shards[key] = shard
-            while len(self._shards) > MAX_OPEN_SHARDS:
+            while len(self._shards) > self._max_open:
                 self._shards.popitem(last=False)
         return shard
 

@@ -96,8 +96,8 @@ def _check_rejects(cache: Path, report: VerifyReport) -> None:
     if not os.path.lexists(path):
         return
     try:
-        if path.is_symlink():
-            raise ValueError("is a symbolic link")
+        if path.is_symlink() or not path.is_file():
+            raise ValueError("it is no plain file")
         for line in path.read_bytes().splitlines():
             if set(json.loads(line)) != {"source", "row", "reason"}:
                 raise ValueError("a line is no reject")

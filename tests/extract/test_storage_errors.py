@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from dflash_cache.common import atomic, layout
 from dflash_cache.common.errors import DflashError, DiskFull, InputError
+from dflash_cache.common.lock import only_writer
 from dflash_cache.common.shard import ShardWriter
 from dflash_cache.extract.rejects import Reject, load_rejects, save_rejects
 from dflash_cache.extract.target import read_target
@@ -129,6 +130,12 @@ def test_a_place_where_no_folder_can_be_is_an_input_error(tmp_path, make, name):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         open_cache(tmp_path / name, make.spec())
+
+
+def test_a_file_system_that_cannot_lock_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", failing(errno.ENOLCK))
+    with pytest.raises(InputError, match="the file system cannot lock"), only_writer(tmp_path):
+        pass
 
 
 def test_a_probe_leaves_nothing(tmp_path):

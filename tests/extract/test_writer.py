@@ -8,6 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from dflash_cache.common import layout, manifest
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, DiskFull, InputError
 from dflash_cache.common.shard import ShardWriter
-from dflash_cache.extract.part import PartBuilder
+from dflash_cache.extract.part import PartBuilder, default_threads
 from dflash_cache.extract.writer import CacheWriter, open_cache, stored_keys
 
 
@@ -186,3 +188,45 @@ def test_stored_keys_refuse_a_damaged_part(write_cache):
     (cache / "parts/00000000-0000/input_ids/c/0").unlink()
     with pytest.raises(CacheDamaged, match="input_ids"):
         stored_keys(cache, spec)
+
+
+@pytest.mark.parametrize("mantissa_bits", [7, 3])
+def test_one_and_four_threads_write_identical_files(tmp_path, make, mantissa_bits):
+    spec = make.spec(hidden=64, layer_ids=(0, 1, 2, 3, 4), mantissa_bits=mantissa_bits, part_tokens=200)
+    written = []
+    for threads in (1, 4):
+        cache = tmp_path / str(threads)
+        open_cache(cache, spec)
+        writer = CacheWriter(cache, spec, threads=threads)
+        for number in range(12):
+            writer.add(make.sample(number, 37, spec))
+        writer.close()
+        written.append({path.relative_to(cache): path.read_bytes() for path in (cache / layout.PARTS).rglob("*") if path.is_file()})
+    assert len(written[0]) == 2 * (12 + 1 + 2 + 4 + 2 * 9)  # shards, zarr.json of the part, its groups, its planes; small arrays
+    assert written[0] == written[1]
+
+
+def test_the_threads_are_as_many_as_the_cores_and_at_most_four():
+    assert default_threads() == min(4, len(os.sched_getaffinity(0)))
+
+
+def test_a_layer_that_cannot_be_encoded_fails_the_part_after_every_thread_has_ended(tmp_path, make, monkeypatch):
+    """An error in one thread must not let another write on into a part that is being dropped."""
+    spec = make.spec(layer_ids=(0, 1, 2, 3), part_tokens=10**6)
+    open_cache(tmp_path / "c", spec)
+    writer = CacheWriter(tmp_path / "c", spec, threads=4)
+    real, ended = PartBuilder._encode, []
+
+    def encode(self, layer):
+        if layer == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.05)
+        real(self, layer)
+        ended.append(layer)
+
+    monkeypatch.setattr(PartBuilder, "_encode", encode)
+    with pytest.raises(DiskFull):
+        writer.add(make.sample(0, 16, spec))
+    assert sorted(ended) == [1, 2, 3, 4]
+    assert list((tmp_path / "c" / layout.PARTIAL).iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cache-encode")]
