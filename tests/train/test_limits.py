@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,9 +114,3 @@ def test_the_handles_of_a_reader_follow_the_limit_of_the_process(write_cache, mo
     for limit, wanted in ((1024, 128), (1 << 20, 128), (256, 32), (4, 1)):
         monkeypatch.setattr(module.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert CacheReader(cache)._max_open == wanted
-
-
-def test_more_readers_than_the_path_has_parts_share_nothing(write_cache):
-    cache, _, samples = write_cache(lengths=[40, 50])
-    readers = [CacheReader(Path(cache)) for _ in range(3)]
-    assert all(np.array_equal(reader.read_sample(1).hidden_states, samples[1].hidden_states) for reader in readers)
