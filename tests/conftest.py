@@ -51,3 +51,14 @@ class Make:
 def make() -> type[Make]:
     """make.spec(...), make.sample(number, length, spec), make.bits(floats), make.target_files(cache, spec)."""
     return Make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread():
+    """Tiny tensors on shared cores: more threads only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
