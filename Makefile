@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 # For a machine with a network and a GPU, for example:
 #   make demo DEMO_ARGS="--model HuggingFaceTB/SmolLM2-135M-Instruct"
