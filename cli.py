@@ -71,7 +71,10 @@ def assignments(texts: tuple[str, ...], flag: str) -> dict[str, Any]:
         key, equals, raw = text.partition("=")
         if not equals or not key:
             raise InputError("is no assignment", place=f"{flag} {text}", expected="KEY=VALUE", fix=f"for example {flag} tensor_parallel_size=4")
-        values[key.replace("-", "_")] = yaml.safe_load(raw)
+        try:
+            values[key.replace("-", "_")] = yaml.safe_load(raw)
+        except yaml.YAMLError:
+            raise InputError("the value is no YAML", place=f"{flag} {text}", fix="quote it, for example 'KEY=\"text\"'") from None
     return values
 
 
@@ -110,13 +113,13 @@ def main() -> None:
 @click.option("--data", multiple=True, required=True, help="JSONL, JSON, Parquet or Arrow file, or a Hugging Face dataset. Repeatable.")
 @click.option("--cache", type=FOLDER, required=True, help="Folder to write, or to continue.")
 @click.option("--max-length", type=int, help="Longest document, tokens; longer rows are rejected and listed.")
-@click.option("--limit", type=int, help="Only the first N rows.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N rows.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What runs the target. Default: vllm.")
 @click.option("--generate", is_flag=True, help="Let the target write the last answer, and capture prompt and answer in one pass.")
 @click.option("--max-new-tokens", type=int, help="Longest answer with --generate, tokens.")
 @click.option("--temperature", type=float, help="Of --generate; 0 is greedy.")
 @click.option("--mantissa-bits", type=click.Choice(["7", "3"]), help="Kept of each feature: 7 is lossless.")
-@click.option("--estimate", "only_estimate", is_flag=True, help="Print tokens, bytes and time; write nothing.")
+@click.option("--estimate", "only_estimate", is_flag=True, help="Print tokens, bytes and parts; write nothing.")
 @click.option("--seed", type=int, help="Of the order on disk and of the sampler.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Passed to vLLM. Repeatable.")
@@ -135,6 +138,14 @@ def extract(as_json: bool, only_estimate: bool, engine_args: tuple[str, ...], **
     from .extract.config import ExtractConfig
 
     given = {name: value for name, value in flags.items() if value is not None}
+    if "mantissa_bits" in given:
+        given["mantissa_bits"] = int(given["mantissa_bits"])
+    if not flags["generate"] and (unused := [name for name in ("max_new_tokens", "temperature") if name in given]):
+        raise InputError(
+            "has no effect without --generate",
+            place=", ".join("--" + name.replace("_", "-") for name in unused),
+            fix="add --generate, or leave it out",
+        )
     config = build(ExtractConfig, {**given, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash extract")
     if only_estimate:
         from .extract.estimate import estimate
@@ -230,7 +241,7 @@ def train(
 @click.option("--data", multiple=True, help="Prompts (JSONL with messages), with --engine. Repeatable.")
 @click.option("--max-new-tokens", type=int, help="Longest answer, tokens.")
 @click.option("--temperature", type=float, help="0 is greedy.")
-@click.option("--limit", type=int, help="Only the first N prompts or samples.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N prompts or samples.")
 @click.option("--concurrency", type=int, help="Requests at once, with --engine.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Passed to vLLM. Repeatable.")
@@ -257,6 +268,9 @@ def evaluate(
             ServeConfig, {**given, "drafter": drafter, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash eval --engine vllm"
         )
         return show(evaluate_served(config), as_json)
+    if unused := [name for name, value in {**flags, "engine_args": engine_args}.items() if value]:
+        names = ", ".join("--" + name.removesuffix("s" if name == "engine_args" else "").replace("_", "-") for name in unused)
+        raise InputError("has no effect without --engine vllm", place=names, fix="add --engine vllm instead of --cache, or leave it out")
     from .train.evaluate import evaluate as measure
 
     show(measure(drafter, list(caches), limit=limit), as_json)

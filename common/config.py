@@ -85,6 +85,8 @@ def _all_problems(error: ValidationError, cls: type[BaseModel]) -> str:
         name = ".".join(str(part) for part in item["loc"]) or "(whole)"
         if item["type"] == "extra_forbidden":
             lines.append(f"{name}: no such field; known here: {', '.join(_siblings(cls, item['loc']))}")
+        elif item["type"] == "missing":
+            lines.append(f"{name}: is missing")
         else:
             lines.append(f"{name}={item['input']!r}: {item['msg']}" if item["loc"] else item["msg"])
     count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"

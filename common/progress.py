@@ -15,11 +15,11 @@ LINE_SECONDS = 5.0
 class ProgressBar:
     """`with ProgressBar("extract", total=1000) as bar: bar.update(advance=3, note="512 tok/s")`.
 
-    total: units of work; None when unknown. The note is free text: rate, bytes, loss.
+    total: units of work; None when unknown. start: units that an earlier run did. The note is free text: rate, bytes, loss.
     """
 
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total, self.done = title, total, 0
+    def __init__(self, title: str, total: int | None, start: int = 0) -> None:
+        self.title, self.total, self.done, self._start = title, total, start, start
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
         self._started = self._last_line = time.monotonic()
@@ -37,7 +37,7 @@ class ProgressBar:
             )
             self._bar = Progress(*columns, console=self._console)
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, note="")
+            self._task = self._bar.add_task(self.title, total=self.total, completed=self._start, note="")
         return self
 
     def update(self, advance: int = 0, note: str | None = None) -> None:
@@ -58,6 +58,7 @@ class ProgressBar:
     def _line(self) -> None:
         self._last_line = time.monotonic()
         elapsed = self._last_line - self._started
-        left = f", {elapsed / self.done * (self.total - self.done):.0f} s left" if self.total and self.done else ""
+        done_now = self.done - self._start
+        left = f", {elapsed / done_now * (self.total - self.done):.0f} s left" if self.total and done_now else ""
         of = f"/{self.total}" if self.total else ""
         print(f"{self.title}: {self.done}{of} in {elapsed:.0f} s{left}  {self._note}".rstrip(), file=sys.stderr, flush=True)

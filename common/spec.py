@@ -33,8 +33,6 @@ class TargetSpec(Config):
 
     content_hash: str
     """sha256 of its config and of its weights index (or of the weights' headers when there is no index)."""
-    revision: str | None = None
-    """Commit of the model repository, when known."""
     architecture: str
     """Class name, for example LlamaForCausalLM."""
     num_layers: int = Field(gt=0, le=100_000)
@@ -143,6 +141,8 @@ class Provenance(Config):
 
     model: str = ""
     """The target as the user named it."""
+    revision: str | None = None
+    """Commit of the model repository, when known; what counts is the content hash."""
     created_at: str = ""
     """ISO 8601, UTC."""
     dflash_version: str = ""

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from ..common.agreement import MAX_DISAGREEMENT
 from ..common.config import Config
 from ..common.spec import Limits
 
@@ -57,7 +58,7 @@ class ExtractConfig(Config):
     """A part is published once it is this old, seconds."""
     batch_size: int = Field(4, gt=0)
     """Documents in one forward pass of the transformers engine."""
-    max_disagreement: float = Field(0.02, ge=0, le=1)
+    max_disagreement: float = Field(MAX_DISAGREEMENT, ge=0, le=1)
     """Stop when the stored state's own prediction differs from the engine's in more than this share of the samples."""
     min_samples: int = Field(50, gt=0)
     """Samples to see before that may stop the run."""

@@ -48,7 +48,7 @@ class Estimate:
 def estimate(config: ExtractConfig) -> Estimate:
     """Read and tokenize everything, and count. Raises InputError as `run` does."""
     plan = make_plan(config)
-    prepared = prepare(config, plan.target, plan.tokenizer)
+    prepared = prepare(config, plan.target, plan.tokenizer, plan.created_at)
     tokens = sum(len(document) for document in prepared.documents)
     supervised = sum(int(document.loss_mask.sum()) for document in prepared.documents)
     if config.generate:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..common.agreement import too_many
 from ..common.errors import RunFailed
 from .engine import Outcome
 
@@ -18,6 +19,10 @@ FidelityCheck = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(verifier bits uint16 [S, H], engine_top1 int32 [S]) -> bool [S]: True where they agree, near ties included."""
 MakeCheck = Callable[[Path], FidelityCheck]
 """Builds the check from a cache whose `target/` is written."""
+
+
+HOPELESS_SAMPLES = 8
+"""From so many samples on, more than half of them wrong stops the run at once."""
 
 
 class FidelityMonitor:
@@ -43,11 +48,22 @@ class FidelityMonitor:
         self.samples += len(stored)
         self.agreed += int(np.count_nonzero(self._check(bits_SH, top1_S)))
         wrong = self.samples - self.agreed
-        if self.samples >= self._min and wrong > self._max * self.samples:
-            raise RunFailed(
-                f"the stored verifier states are not what this engine predicts from: {wrong} of {self.samples} samples disagree",
-                place="teacher fidelity",
-                found=f"{wrong / self.samples:.1%}",
-                expected=f"at most {self._max:.1%}",
-                fix="the verifier layer, the final norm or the head is not the target's; nothing of the pending part was published",
-            )
+        hopeless = self.samples >= HOPELESS_SAMPLES and 2 * wrong > self.samples
+        if hopeless or (self.samples >= self._min and wrong > self._max * self.samples):
+            self._fail()
+
+    def finish(self) -> None:
+        """Judge at the end, however few samples there were. Raises RunFailed as `add` does."""
+        if too_many(self.samples - self.agreed, self.samples, self._max):
+            self._fail()
+
+    def _fail(self) -> None:
+        wrong = self.samples - self.agreed
+        raise RunFailed(
+            f"the stored verifier states are not what this engine predicts from: {wrong} of {self.samples} samples disagree",
+            place="teacher fidelity",
+            found=f"{wrong / self.samples:.1%}",
+            expected=f"at most {self._max:.1%}",
+            fix="the verifier layer, the final norm or the head is not the target's. The pending part was dropped; parts that this run "
+            "had published hold the same fault, so extract into a new folder",
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,10 @@ class Prepared:
         return len(self.documents) + len(self.rejects)
 
 
-def prepare(config: ExtractConfig, target: Target, tokenizer: Any, on_row: Callable[[], None] = lambda: None) -> Prepared:
-    """Read and tokenize all rows. Raises InputError for a dataset that cannot be read."""
+def prepare(config: ExtractConfig, target: Target, tokenizer: Any, now: datetime, on_row: Callable[[], None] = lambda: None) -> Prepared:
+    """Read and tokenize all rows; `now` is the date for templates that print one. Raises InputError for a dataset that cannot be read."""
     ends = {*special_token_ids(tokenizer), *eos_token_ids(target.folder, tokenizer)}
-    converter = ConversationTokenizer(tokenizer, ends, config.max_length)
+    converter = ConversationTokenizer(tokenizer, ends, config.max_length, now)
     prepared = Prepared()
     first_with: dict[bytes, Row] = {}
     for row in read_rows(config.data, config.limit):

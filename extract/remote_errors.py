@@ -16,7 +16,14 @@ def describe(error: Exception) -> dict[str, str | None]:
         values = {name: getattr(error, name) for name in DETAILS}
         kind = {"kind": type(error).__name__}
         return kind | {name: None if value is None else str(value) for name, value in values.items()}
-    return {"kind": RunFailed.__name__, "problem": f"{type(error).__name__}: {error}", "place": "vLLM worker", "found": None, "expected": "", "fix": ""}
+    return {
+        "kind": RunFailed.__name__,
+        "problem": f"{type(error).__name__}: {error}",
+        "place": "vLLM worker",
+        "found": None,
+        "expected": "",
+        "fix": "",
+    }
 
 
 def rebuild(described: dict[str, Any]) -> DflashError:

@@ -91,6 +91,11 @@ class Plan:
     tokenizer: Any
     spec: CacheSpec
 
+    @property
+    def created_at(self) -> datetime:
+        """When the cache was created; now for a new one."""
+        return datetime.fromisoformat(self.spec.provenance.created_at) if self.spec.provenance.created_at else datetime.now(UTC)
+
 
 def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSummary:
     """Extract. `make_check` builds the teacher-fidelity check from the cache; without it fidelity is not watched.
@@ -99,7 +104,7 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
     """
     plan = make_plan(config)
     with ProgressBar("reading rows", None) as bar:
-        prepared = prepare(config, plan.target, plan.tokenizer, lambda: bar.update(advance=1))
+        prepared = prepare(config, plan.target, plan.tokenizer, plan.created_at, lambda: bar.update(advance=1))
     if not prepared.documents:
         raise _nothing_usable(prepared)
     cache = config.cache
@@ -114,8 +119,7 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
         account = _Account(prepared, already_stored=len(prepared.documents) - len(todo))
         if todo:
             stops = tuple(eos_token_ids(plan.target.folder, plan.tokenizer))
-            monitor = FidelityMonitor(make_check(cache) if make_check else None, config.max_disagreement, config.min_samples)
-            _extract(EngineJob(config, plan.target, cache, existing, stops), todo, monitor, account)
+            _extract(EngineJob(config, plan.target, cache, existing, stops), todo, make_check, account)
         else:
             save_rejects(cache, account.rejects, prepared.looked_at)
     return account.summary(config, existing)
@@ -143,10 +147,14 @@ def make_plan(config: ExtractConfig) -> Plan:
             engine=engine,
         ),
         limits=Limits(chunk_tokens=config.chunk_tokens, part_tokens=config.part_tokens, part_seconds=config.part_seconds),
-        provenance=Provenance(model=config.model, created_at=datetime.now(UTC).isoformat(timespec="seconds"), dflash_version=_own_version()),
+        provenance=Provenance(
+            model=config.model, revision=target.revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"), dflash_version=_own_version()
+        ),
     )
     if (config.cache / "cache.json").exists():
-        spec.check_same_settings(config.cache, spec.load(config.cache), wanted)
+        existing = spec.load(config.cache)
+        spec.check_same_settings(config.cache, existing, wanted)
+        wanted = wanted.model_copy(update={"provenance": existing.provenance})
     return Plan(config, target, tokenizer, wanted)
 
 
@@ -209,11 +217,13 @@ class _Account:
         )
 
 
-def _extract(job: EngineJob, todo: list[Document], monitor: FidelityMonitor, account: _Account) -> None:
+def _extract(job: EngineJob, todo: list[Document], make_check: MakeCheck | None, account: _Account) -> None:
     engine = start_engine(job)
-    account.monitor = monitor
     started = time.monotonic()
     try:
+        # After the engine: on a GPU it measures the free memory when it starts.
+        check = make_check(job.cache) if make_check else None
+        monitor = account.monitor = FidelityMonitor(check, job.config.max_disagreement, job.config.min_samples)
         with ProgressBar("extracting", len(todo)) as bar:
             for outcomes in engine.run(todo):
                 monitor.add(outcomes)
@@ -221,6 +231,7 @@ def _extract(job: EngineJob, todo: list[Document], monitor: FidelityMonitor, acc
                     account.add(outcome)
                 bar.update(len(outcomes), _note(account.tokens, time.monotonic() - started, engine.counts()))
         account.seconds = time.monotonic() - started
+        monitor.finish()
         account.counts = engine.close(publish=True)
     except BaseException:
         _let_go(engine)

@@ -10,7 +10,6 @@ import io
 import json
 import multiprocessing
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -158,7 +157,7 @@ def _block_size(drafter: Path) -> int:
     raw = json.loads(path.read_bytes())
     size = raw.get("block_size") or (raw.get("dflash_config") or {}).get("block_size")
     if not isinstance(size, int) or size < 2:
-        raise InputError("its config.json has no usable block_size", place=place, found=size, fix="export again, or say --num-speculative-tokens")
+        raise InputError("its config.json has no usable block_size", place=place, found=size, fix="export again")
     return size
 
 
@@ -211,7 +210,6 @@ def _serve(connection: Connection, config: ServeConfig, model: str, prompts: lis
     except DflashError as error:
         connection.send(str(error))
     except Exception as error:
-        traceback.print_exc()
         connection.send(log.reason(error))
     finally:
         connection.close()

@@ -38,6 +38,8 @@ class Target:
     """The final norm's parameters, each by its name in the weights."""
     weight_files: dict[str, Path]
     """The file of every tensor."""
+    revision: str | None
+    """Commit of the model repository, when known."""
 
 
 def read_target(name: str, *, trust_remote_code: bool = False, quantization: str | None = None) -> Target:
@@ -69,7 +71,6 @@ def read_target(name: str, *, trust_remote_code: bool = False, quantization: str
     quantized = quantization or (raw.get("quantization_config") or text_section(raw).get("quantization_config") or {}).get("quant_method")
     spec = TargetSpec(
         content_hash=content_hash(folder, weight_files),
-        revision=revision,
         architecture=str((raw.get("architectures") or [type(with_head).__name__])[0]),
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),
@@ -81,7 +82,7 @@ def read_target(name: str, *, trust_remote_code: bool = False, quantization: str
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         quantization=None if quantized is None else str(quantized),
     )
-    return Target(name, folder, spec, embedding_key, head_key, norm_keys, weight_files)
+    return Target(name, folder, spec, embedding_key, head_key, norm_keys, weight_files, revision)
 
 
 def find_folder(name: str) -> tuple[Path, str | None]:

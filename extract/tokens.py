@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,12 @@ def sample_key(input_ids: np.ndarray, rest: bytes) -> bytes:
 class ConversationTokenizer:
     """Turns conversations into ids and masks. Pure given its tokenizer."""
 
-    def __init__(self, tokenizer: Any, end_ids: Collection[int], max_length: int) -> None:
-        """end_ids: tokens that may end a turn (`special_token_ids` and `eos_token_ids`). max_length: tokens."""
+    def __init__(self, tokenizer: Any, end_ids: Collection[int], max_length: int, now: datetime | None = None) -> None:
+        """now: the date for templates that print one, fixed so that a run resumed tomorrow gives the same ids. end_ids: tokens that may end a turn (`special_token_ids` and `eos_token_ids`). max_length: tokens."""
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         self.max_length = max_length
+        self._clock = {} if now is None else {"strftime_now": now.strftime}
 
     def document(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids int32 [T], loss_mask uint8 [T]); the mask is 1 on the assistant's tokens, end-of-turn included.
@@ -149,7 +151,7 @@ class ConversationTokenizer:
         """The first `count` messages as text; with `answer` up to where the assistant begins to write."""
         try:
             text = self.tokenizer.apply_chat_template(
-                conversation.messages[:count], tools=conversation.tools, tokenize=False, add_generation_prompt=answer
+                conversation.messages[:count], tools=conversation.tools, tokenize=False, add_generation_prompt=answer, **self._clock
             )
         except Exception as error:  # templates raise what they like, and jinja what its sandbox meets
             raise RowRejected(f"the chat template refused it: {_first_line(error)}") from None

@@ -32,6 +32,10 @@ OURS = (
     "worker_extension_cls",
     "enable_prefix_caching",
     "async_scheduling",
+    "hf_overrides",
+    "hf_config_path",
+    "revision",
+    "enable_lora",
     "pipeline_parallel_size",
     "trust_remote_code",
 )
@@ -69,7 +73,7 @@ def vllm_version() -> str:
             place="--engine vllm",
             found=found,
             expected=f"{oldest} to {newest}",
-            fix=f"pip install 'vllm>={oldest},<={newest}.*'",
+            fix=f"pip install 'vllm>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}'",
         )
     return found
 

@@ -83,3 +83,37 @@ def test_inspect_prints_for_people(write_cache):
     text = run("inspect", str(cache)).stdout
     assert "6 samples, 110 tokens" in text
     assert "layers       1, 2, 4; verifier state: raw output of block 5" in text
+
+
+@pytest.mark.parametrize("bits", ["7", "3"])
+def test_every_choice_of_mantissa_bits_reaches_the_configuration(tmp_path, bits):
+    """The model is looked for only once the flags are accepted."""
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    result = run(
+        "extract", "--model", str(tmp_path / "no"), "--data", str(tmp_path / "d.jsonl"), "--cache", str(tmp_path / "c"), "--mantissa-bits", bits
+    )
+    assert result.exit_code == 2
+    assert "no such folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--temperature", "1"), "--temperature: has no effect without --generate"),
+        (("--engine-arg", "a=[1,"), "the value is no YAML"),
+        (("--engine-arg", "a"), "is no assignment"),
+        (("--limit", "0"), "--limit"),
+        (("--layers", "1,x"), "is no list of layers"),
+    ],
+)
+def test_wrong_flags_are_refused_with_their_name(tmp_path, words, text):
+    result = run("extract", "--model", "m/m", "--data", "d.jsonl", "--cache", str(tmp_path / "c"), *words)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_eval_refuses_flags_of_the_other_kind(tmp_path):
+    result = run("eval", "--cache", str(tmp_path), "--drafter", str(tmp_path), "--data", "x.jsonl")
+    assert result.exit_code == 2
+    assert "--data: has no effect without --engine vllm" in result.stderr
+    assert "model: is missing" in run("eval", "--engine", "vllm", "--drafter", str(tmp_path)).stderr

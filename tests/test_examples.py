@@ -16,3 +16,8 @@ def test_the_stand_alone_reader_reads_a_cache_with_zarr_alone():
     assert imported == {"itertools", "json", "sys", "torch", "zarr"}
     done = subprocess.run([sys.executable, script, ROOT / "tests/golden/cache-v1"], capture_output=True, text=True, check=True)
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["(5,)", "(17,)", "(9,)", "(12,)"]
+
+
+def test_the_demo_says_what_it_does():
+    done = subprocess.run([sys.executable, ROOT / "examples/demo/demo.py", "--help"], capture_output=True, text=True, check=True)
+    assert "vLLM serves it" in done.stdout

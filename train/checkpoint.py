@@ -124,9 +124,7 @@ def newest(run: Path) -> Path:
 def load_state(folder: Path) -> CheckpointState:
     """What a checkpoint says of itself, checked. Raises DflashError when it was changed or damaged."""
     try:
-        state = CheckpointState.model_validate(read_json(folder / STATE))
-    except FileNotFoundError:
-        raise DflashError("the checkpoint has no state.json", place=str(folder), fix=_DAMAGED_FIX) from None
+        state = CheckpointState.model_validate(read_json(folder / STATE, _DAMAGED_FIX))
     except ValidationError as error:
         first = error.errors()[0]
         raise DflashError(f"the checkpoint cannot be read: {first['loc']}: {first['msg']}", place=str(folder / STATE), fix=_DAMAGED_FIX) from None

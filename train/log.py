@@ -73,8 +73,11 @@ class MetricsLog:
         return self
 
     def write(self, step: int, epoch: int, lr: float, window: Window) -> None:
-        """One line for the steps of `window`, which end with `step`."""
-        assert window.sums is not None
+        """One line for the steps of `window`, which end with `step`; its loss is null when all of them were skipped."""
+        if window.sums is None:
+            line: dict[str, Any] = {"step": step, "epoch": epoch, "loss": None, "lr": lr, "tokens": window.tokens, "skipped_steps": window.skipped}
+            self._append(line)
+            return
         drafts = quality(window.sums.counts)
         line = {
             "step": step,
@@ -88,19 +91,31 @@ class MetricsLog:
             "tokens_per_second": round(window.tokens / window.seconds, 1) if window.seconds else 0.0,
             "skipped_steps": window.skipped,
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(line)
         if self._board is not None:
             for name in ("loss", "lr", "grad_norm", "accuracy", "streak", "tau", "tau_full", "tokens_per_second"):
                 self._board.add_scalar(name, line[name], step)
             for slot, value in enumerate(drafts.accuracy_per_slot, 1):
                 self._board.add_scalar(f"accuracy_slot/{slot:02d}", value, step)
 
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def last_means(run: Path) -> tuple[float, float, float] | tuple[None, None, None]:
+    """(loss, accuracy, tau) of the newest line in which anything was learned; Nones when there is none."""
+    lines = (run / METRICS).read_text().splitlines() if (run / METRICS).is_file() else []
+    for line in map(json.loads, reversed(lines)):
+        if line["loss"] is not None:
+            return line["loss"], line["accuracy"], line["tau"]
+    return None, None, None
 
 
 def _board(folder: Path, step: int) -> Any:

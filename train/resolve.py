@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..common.errors import InputError
-from ..common.fingerprint import differences
+from ..common.fingerprint import canonical, differences, digest_bytes
 from .config import TrainConfig
 from .drafter_spec import DrafterSpec, resolve
 from .mask_token import MaskToken, choose, read_tokens
@@ -58,7 +58,9 @@ class RunPlan:
 
     def caches(self) -> list[dict[str, Any]]:
         """What identifies the data: a resumed run must find the same."""
-        return [{"fingerprint": r.spec.fingerprint, "samples": r.num_samples, "tokens": int(r.lengths.sum())} for r in self.readers]
+        return [
+            {"fingerprint": r.spec.fingerprint, "samples": r.num_samples, "tokens": int(r.lengths.sum()), "parts": _digest(r)} for r in self.readers
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """For `--dry-run`."""
@@ -104,6 +106,11 @@ class RunPlan:
             f"steps     {about}{self.steps:,} of {config.optim.accumulate_rows} rows; peak learning rate {config.optim.lr:g}",
             *(f"note      {line}" for line in self.warnings()),
         ]
+
+
+def _digest(reader: CacheReader) -> str:
+    """Stands for the very rows and their order: parts that were extracted anew are other data to a resumed run."""
+    return digest_bytes(canonical([part.manifest.digest for part in reader.parts]))
 
 
 def dry_run(config: TrainConfig, caches: Sequence[Path]) -> dict[str, Any]:

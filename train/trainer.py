@@ -24,7 +24,7 @@ from .checkpoint import CheckpointState
 from .config import TrainConfig
 from .device import Compute
 from .drafter import Drafter
-from .log import MetricsLog, Window
+from .log import MetricsLog, Window, last_means
 from .loss import LossSums
 from .optim import build_optimizer, optimizer_tensors, restore_optimizer, set_lr
 from .schedule import lr_at
@@ -51,11 +51,11 @@ class TrainSummary:
     """Of them, steps that changed no weight: not finite, or without any anchor."""
     tokens: int
     """Tokens read, padding aside."""
-    loss: float
-    """Mean over the last log window."""
-    accuracy: float
+    loss: float | None
+    """Mean over the last log window in which anything was learned; None when there was none."""
+    accuracy: float | None
     """The same."""
-    tau: float
+    tau: float | None
     """The same: mean leading right slots + 1."""
     seconds: float
     """Of this call."""
@@ -69,7 +69,8 @@ class TrainSummary:
     def to_text(self) -> str:
         """For people."""
         skipped = f", {self.skipped_steps} of them skipped" if self.skipped_steps else ""
-        measured = f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%}, tau {self.tau:.3f} at the end"
+        learned = self.loss is not None and self.accuracy is not None and self.tau is not None
+        measured = f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%}, tau {self.tau:.3f} at the end" if learned else "nothing was learned"
         return f"{self.steps:,} steps{skipped}, {self.tokens:,} tokens in {self.seconds:.0f} s; {measured}\n{self.checkpoint}"
 
 
@@ -140,20 +141,18 @@ class Trainer:
         config, window, shown = self.config.run, Window(), Window()
         stream = row_stream(self.rows, self.position)
         saved = None
-        with ProgressBar("train", self.total_steps) as bar, MetricsLog(self.run, self.step, config.tensorboard) as log:
-            bar.update(self.step)
+        with ProgressBar("train", self.total_steps, self.step) as bar, MetricsLog(self.run, self.step, config.tensorboard) as log:
             while self.step < last:
                 lr = lr_at(self.step, self.total_steps, self.config.optim)
                 window = window + self._one_step(stream, lr)
                 if self.step % config.log_every == 0 or self.step == last:
-                    if window.sums is not None:
-                        log.write(self.step, self.position.epoch, lr, window)
+                    log.write(self.step, self.position.epoch, lr, window)
                     shown, window = window, Window()
                 if self.step % config.checkpoint_every == 0 or self.step == last:
                     saved = self.save()
                 bar.update(1, (window if window.sums is not None else shown).note())
         saved = saved or checkpoint.newest(self.run)
-        loss, accuracy, tau = shown.means()
+        loss, accuracy, tau = shown.means() if shown.sums is not None else last_means(self.run)
         return TrainSummary(self.step, self.skipped, self.tokens, loss, accuracy, tau, time.monotonic() - started, saved)
 
     def save(self) -> Path:

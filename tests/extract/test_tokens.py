@@ -155,3 +155,15 @@ def test_a_folder_without_tokenizer_or_template_is_refused(tmp_path: Path):
     tiny.build_tokenizer(None).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="has no chat template"):
         load_tokenizer(tmp_path)
+
+
+def test_a_template_that_prints_the_date_gives_the_same_ids_on_another_day():
+    """The date is the cache's, so that the same command tomorrow finds its samples stored."""
+    from datetime import datetime
+
+    template = "{{ strftime_now('%d %b %Y') }}\n" + tiny.CHATML
+    tokenizer = tiny.build_tokenizer(template)
+    then = datetime(2020, 2, 3)
+    converter = ConversationTokenizer(tokenizer, special_token_ids(tokenizer), 200, then)
+    ids = converter.prompt(parse_conversation(tiny.chat("hi")))
+    assert tokenizer.decode(ids).startswith("03 Feb 2020")

@@ -31,7 +31,8 @@ def test_a_run_writes_its_record_its_log_and_its_checkpoints(write_cache, tmp_pa
     assert summary.steps == 4
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["loss"]["gamma"] == 4.0
-    assert record["caches"] == [{"fingerprint": spec.fingerprint, "samples": 6, "tokens": 110}]
+    (kept,) = record["caches"]
+    assert {name: kept[name] for name in ("fingerprint", "samples", "tokens")} == {"fingerprint": spec.fingerprint, "samples": 6, "tokens": 110}
     assert record["drafter"]["target_layer_ids"] == [1, 2, 4]
     assert {"torch", "dflash-cache"} <= set(record["versions"])
     assert summary.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000004"
@@ -163,3 +164,23 @@ def test_a_forced_verifier_layer_is_pointed_out(write_cache, monkeypatch: pytest
     settings = plan.readers[0].spec.settings.model_copy(update={"features": features})
     plan.readers[0].spec = plan.readers[0].spec.model_copy(update={"settings": settings})
     assert "block 4; the target's output is block 5" in plan.warnings()[0]
+
+
+def test_a_finished_run_resumed_tells_its_last_numbers_again(write_cache, tmp_path: Path):
+    cache, _, _ = write_cache()
+    first = run(config(), [cache], tmp_path / "run")
+    again = run(config(), [cache], tmp_path / "run", resume=True)
+    assert (again.steps, again.loss, again.accuracy, again.tau) == (first.steps, first.loss, first.accuracy, first.tau)
+
+
+def test_rows_extracted_anew_are_other_data_to_a_resumed_run(write_cache, tmp_path: Path):
+    """Repair and a second extraction give the same samples in another order; the position in the old order means nothing then."""
+    import shutil
+
+    cache, _, _ = write_cache(name="one")
+    run(config(optim={"steps": 2}), [cache], tmp_path / "run")
+    other, _, _ = write_cache(name="two", seed=9)
+    shutil.rmtree(cache)
+    other.rename(cache)
+    with pytest.raises(InputError, match="parts"):
+        run(config(optim={"steps": 2}), [cache], tmp_path / "run", resume=True)
