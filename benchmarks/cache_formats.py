@@ -32,6 +32,7 @@ from zarr.codecs import BloscCodec  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from builders import make_spec  # noqa: E402
+
 from dflash_cache.common import layout, manifest  # noqa: E402
 from dflash_cache.common.sample import Sample  # noqa: E402
 from dflash_cache.extract import writer as writer_module  # noqa: E402

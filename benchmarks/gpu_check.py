@@ -23,8 +23,9 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/extract")]
 
-from dflash_cache.train.reader import CacheReader  # noqa: E402
 from tiny_target import build_target, chat, write_jsonl  # noqa: E402
+
+from dflash_cache.train.reader import CacheReader  # noqa: E402
 
 
 def dflash(*arguments: object) -> dict[str, Any]:
@@ -96,7 +97,9 @@ def main() -> None:
         dflash("export", folder / "run-auto", "--to", folder / "drafter")
     gap = max(abs(a - b) / b for a, b in zip(losses["auto"][:10], losses["dense"][:10], strict=True))
     fidelity = min(result["fidelity"] for result in verified.values())
-    print(f"\nvLLM: {by_vllm['tokens']:,} tokens, {by_vllm['tokens_per_second']:,.0f} tokens/s; generating {generated['tokens_per_second']:,.0f} tokens/s")
+    print(
+        f"\nvLLM: {by_vllm['tokens']:,} tokens, {by_vllm['tokens_per_second']:,.0f} tokens/s; generating {generated['tokens_per_second']:,.0f} tokens/s"
+    )
     print(f"transformers: {by_transformers['tokens_per_second']:,.0f} tokens/s")
     print(f"relative error by layer, verifier last: {' '.join(f'{error:.4f}' for error in errors)}; same next token {same:.1%} of {compared}")
     print(f"fidelity, lowest of three caches: {fidelity:.2%}; bytes of raw: {by_vllm['ratio_to_raw']:.3f}")

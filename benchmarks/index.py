@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from builders import make_spec
+
 from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache

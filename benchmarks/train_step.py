@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from builders import make_spec, to_bf16_bits
+
 from dflash_cache.common import layout, target_folder
 from dflash_cache.common.config import load
 from dflash_cache.common.sample import Sample
@@ -62,7 +63,15 @@ def write_cache(cache: Path, options: argparse.Namespace) -> None:
 def main() -> None:
     """Write, train, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 4096), ("vocab", 151_936), ("features", 5), ("layers", 5), ("row-tokens", 8192), ("anchors", 512), ("block", 16)):
+    for name, default in (
+        ("hidden", 4096),
+        ("vocab", 151_936),
+        ("features", 5),
+        ("layers", 5),
+        ("row-tokens", 8192),
+        ("anchors", 512),
+        ("block", 16),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=8, help="rows in the cache (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="(default: %(default)s)")

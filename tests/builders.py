@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
 from dflash_cache.common import layout, target_folder
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.common.spec import CacheSpec, EngineSpec, FeatureSpec, Limits, Settings, TargetSpec, TextSpec

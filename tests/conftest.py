@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import make_sample, make_spec, to_bf16_bits, write_target_files
+
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.common.spec import CacheSpec
 from dflash_cache.extract.writer import CacheWriter, open_cache

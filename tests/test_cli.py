@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+
 from dflash_cache.cli import main
 
 ROOT = Path(__file__).parents[1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dflash_cache.train.config import TrainConfig
 from pydantic import BaseModel
+
+from dflash_cache.train.config import TrainConfig
 
 TRAINING = Path(__file__).parents[1] / "docs/training.md"
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+
 from dflash_cache.common import layout, manifest, planes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import Field
+
 from dflash_cache.common.config import Config, build, load
 from dflash_cache.common.errors import InputError
-from pydantic import Field
 
 
 class Inner(Config):

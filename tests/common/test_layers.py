@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.common.layers import check_layer_ids, check_verifier_layer, default_layer_ids, layer_slots
 

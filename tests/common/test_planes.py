@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from dflash_cache.common import planes
 
 ALL = np.arange(65536, dtype=np.uint32).astype(np.uint16)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import crc32c
 import numpy as np
 import pytest
+from numcodecs import zstd
+
 from dflash_cache.common.errors import CacheDamaged
 from dflash_cache.common.fingerprint import digest_file
 from dflash_cache.common.shard import ShardWriter, checked_chunk, map_file, read_index, zstd_content_bytes
-from numcodecs import zstd
 
 CHUNKS = (b"first", b"second chunk", b"3")
 CHECKSUMS = tuple(crc32c.crc32c(chunk) for chunk in CHUNKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, InputError
 

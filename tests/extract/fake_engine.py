@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.extract.engine import Document, EngineJob, Outcome, WriterCounts
 from dflash_cache.extract.intake import Intake

@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import builders
 import torch  # noqa: F401 - so that the children need not
+from fake_engine import FakeEngine
+from safetensors.torch import save_file  # noqa: F401
+
 from dflash_cache.extract import run as run_module
 from dflash_cache.extract.config import ExtractConfig
 from dflash_cache.extract.writer import CacheWriter
-from fake_engine import FakeEngine
-from safetensors.torch import save_file  # noqa: F401
 
 
 def extract(job: dict[str, Any]) -> None:

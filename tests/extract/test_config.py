@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from dflash_cache.extract.config import ExtractConfig, ServeConfig
 from pydantic import ValidationError
+
+from dflash_cache.extract.config import ExtractConfig, ServeConfig
 
 
 def test_importing_the_config_imports_neither_torch_nor_vllm_nor_transformers():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dflash_cache.extract.conversation import parse_conversation
 from dflash_cache.extract.rejects import RowRejected
 

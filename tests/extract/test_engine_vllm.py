@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_target as tiny
 import zarr
+
 from dflash_cache.common import planes
 from dflash_cache.common.manifest import list_parts
 from dflash_cache.extract import run as run_module
@@ -182,8 +183,9 @@ def test_generation_stores_prompt_and_answer_of_one_pass(generated: Any, tiny_ll
 
 def test_generated_rows_have_the_states_of_a_second_prefill(generated: Any, tiny_llama: Path):
     import torch
-    from dflash_cache.extract.engine_transformers import hooked
     from transformers import AutoModelForCausalLM
+
+    from dflash_cache.extract.engine_transformers import hooked
 
     _, stored = generated
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).eval()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from dflash_cache.common.errors import RunFailed
 from dflash_cache.extract.engine import Document, Outcome
 from dflash_cache.extract.fidelity import FidelityMonitor

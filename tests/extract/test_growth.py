@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_target as tiny
+from fake_engine import FakeEngine, ruler
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.common.lock import only_writer
 from dflash_cache.extract import run as run_module
@@ -18,7 +20,6 @@ from dflash_cache.extract.run import ExtractSummary, run
 from dflash_cache.extract.writer import CacheWriter
 from dflash_cache.train.reader import CacheReader
 from dflash_cache.train.verify import verify
-from fake_engine import FakeEngine, ruler
 
 A = [tiny.chat(f"a {number}", "answer " * (number + 1)) for number in range(6)]
 B = [tiny.chat(f"b {number}", "answer " * (number + 1)) for number in range(4)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from dflash_cache.common.errors import DiskFull, InputError, RunFailed
 from dflash_cache.common.manifest import list_parts
 from dflash_cache.common.sample import Sample

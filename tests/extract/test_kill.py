@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_target as tiny
+
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import open_cache
 from dflash_cache.train.reader import CacheReader

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tiny_target as tiny
 from click.testing import CliRunner
+from fake_engine import FakeEngine
+
 from dflash_cache.cli import main
 from dflash_cache.common.errors import CacheDamaged, InputError
 from dflash_cache.common.lock import only_writer
@@ -23,7 +25,6 @@ from dflash_cache.extract.writer import CacheWriter
 from dflash_cache.train.reader import CacheReader
 from dflash_cache.train.repair import ranges, repair
 from dflash_cache.train.verify import verify
-from fake_engine import FakeEngine
 
 ROWS = [tiny.chat(f"question {number}", "answer " * (number + 1)) for number in range(8)] + ["broken"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_target as tiny
 import zarr
+
 from dflash_cache.common.errors import DiskFull, InputError, RunFailed
 from dflash_cache.common.manifest import list_parts
 from dflash_cache.extract import run as run_module

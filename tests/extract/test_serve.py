@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny_target as tiny
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.config import ServeConfig
 from dflash_cache.extract.serve import _Served, compare, evaluate_served, first_difference

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dflash_cache.common import atomic, layout
 from dflash_cache.common.errors import DflashError, DiskFull, InputError
 from dflash_cache.common.lock import only_writer

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import tiny_target as tiny
 import torch
+from safetensors.torch import load_file, save_file
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.target import read_target, text_section
 from dflash_cache.extract.target_files import write_target_files
 from dflash_cache.extract.tokens import load_tokenizer
-from safetensors.torch import load_file, save_file
 
 
 def copy(folder: Path, tmp_path: Path) -> Path:

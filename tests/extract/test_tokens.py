@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_target as tiny
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.conversation import parse_conversation
 from dflash_cache.extract.rejects import RowRejected

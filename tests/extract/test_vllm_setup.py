@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.vllm_setup import EngineLog, check_engine_args, vllm_version
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from dflash_cache.common import layout, manifest
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, DiskFull, InputError

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import builders  # noqa: E402
+
 from dflash_cache.extract.writer import CacheWriter, open_cache  # noqa: E402
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import CPU32, Document, H, TinyHead, make_batch, tiny_drafter
+
 from dflash_cache.train import checkpoint
 from dflash_cache.train.anchors import pad_anchors
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.export import export
 from dflash_cache.train.step import draft, row_inputs
-from rows import CPU32, Document, H, TinyHead, make_batch, tiny_drafter
 
 MIXED = ("sliding_attention", "full_attention")
 VARIANTS = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from dflash_cache.train.batch import PADDING, Batch, Planes
 from dflash_cache.train.device import Compute
 from dflash_cache.train.drafter import Drafter

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rows import Document, make_batch
+
 from dflash_cache.train.anchors import candidate_rows, draw_anchors, pad_anchors
 from dflash_cache.train.batch import Batch
-from rows import Document, make_batch
 
 
 def draw(batch: Batch, per_document: int = 512, per_row: int = 1024, seed: int = 0, pad_multiple: int = 1) -> list[int]:

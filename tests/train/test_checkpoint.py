@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import tiny_drafter
+
 from dflash_cache.common.errors import DflashError, InputError, RunFailed
 from dflash_cache.train import checkpoint
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import OptimConfig, TrainConfig
 from dflash_cache.train.optim import build_optimizer, optimizer_tensors, restore_optimizer, set_lr
-from rows import tiny_drafter
 
 
 def state(step: int) -> CheckpointState:

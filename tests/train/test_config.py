@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from dflash_cache.common.config import load
 from dflash_cache.common.errors import InputError
 from dflash_cache.train.config import TrainConfig

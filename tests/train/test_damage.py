@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numcodecs import zstd
+
 from dflash_cache.common import layout, target_folder
 from dflash_cache.common.errors import CacheDamaged, InputError
 from dflash_cache.common.fingerprint import canonical, digest_bytes
@@ -18,7 +20,6 @@ from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter
 from dflash_cache.train.reader import CacheReader
 from dflash_cache.train.verify import verify
-from numcodecs import zstd
 
 LENGTHS = [30, 34, 29, 35]
 """Two parts of 64 tokens and two samples each, so that their files are of equal size one by one."""

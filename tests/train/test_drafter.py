@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rows import CPU32, Document, H, TinyHead, make_batch, tiny_drafter, tiny_spec
+from torch import nn
+
 from dflash_cache.train.anchors import Anchors, pad_anchors
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.device import Compute
 from dflash_cache.train.drafter import Drafter, RMSNorm, Rotary
 from dflash_cache.train.masks import block_mask, dense_mask, queries, query_positions
 from dflash_cache.train.step import draft, row_inputs
-from rows import CPU32, Document, H, TinyHead, make_batch, tiny_drafter, tiny_spec
-from torch import nn
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3}
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
+from tiny_run import config
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.train import evaluate as module
 from dflash_cache.train.config import EvalConfig
 from dflash_cache.train.evaluate import _Tally, draft_row, evaluate
 from dflash_cache.train.export import export
 from dflash_cache.train.run import run
-from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
-
-from test_run import config  # isort: skip
 
 CPU = EvalConfig(device="cpu", dtype="float32")
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import tiny_drafter
+from safetensors.torch import load_file, save_file
+
 from dflash_cache.common.errors import DflashError, InputError
 from dflash_cache.train import checkpoint
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.export import export, load_drafter
 from dflash_cache.train.serving_config import drafter_from_config, serving_config
-from rows import tiny_drafter
-from safetensors.torch import load_file, save_file
 
 
 def saved(run: Path, **changes) -> Path:

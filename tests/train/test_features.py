@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from dflash_cache.common import planes
 from dflash_cache.train.batch import Planes
 from dflash_cache.train.features import merge_on_device, merge_planes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dflash_cache.train.fidelity import Agreement, TeacherCheck
 from test_target_head import rewrite
+
+from dflash_cache.train.fidelity import Agreement, TeacherCheck
 
 
 @pytest.fixture

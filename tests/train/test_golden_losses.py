@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders import make_sample, make_spec, write_target_files
+
 from dflash_cache.extract.writer import CacheWriter, open_cache
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.run import run

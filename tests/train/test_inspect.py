@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 from click.testing import CliRunner
+
 from dflash_cache.cli import main
 from dflash_cache.extract.writer import CacheWriter, open_cache
 from dflash_cache.train.inspect_cache import LengthBin, inspect, length_histogram, remark

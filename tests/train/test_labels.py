@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from dflash_cache.train.labels import SlotLabels, slot_labels
 from rows import Document, make_batch
+
+from dflash_cache.train.labels import SlotLabels, slot_labels
 
 
 def labels(

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache

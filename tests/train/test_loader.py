@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from dflash_cache.common import planes
 from dflash_cache.common.errors import InputError
 from dflash_cache.train.batch import PADDING

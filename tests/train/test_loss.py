@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from dflash_cache.train.loss import Head, LossSums, chunked_loss, plain_loss, slot_weights
 from dflash_cache.train.metrics import BlockCounts
 

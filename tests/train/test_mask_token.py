@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.train.mask_token import MaskToken, TokenTable, choose
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rows import Document, make_batch
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
 from dflash_cache.train import masks
 from dflash_cache.train.anchors import pad_anchors
 from dflash_cache.train.attention import attend
 from dflash_cache.train.masks import block_mask, dense_mask, mask_rule, queries, query_positions, segment_mask
-from rows import Document, make_batch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 BLOCK = 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from dflash_cache.train.metrics import BlockCounts, Walk, count_blocks, leading_right, quality, walk
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dflash_cache.train.packer import pack
-from dflash_cache.train.window import cut_windows, epoch_order
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dflash_cache.train.packer import pack
+from dflash_cache.train.window import cut_windows, epoch_order
 
 
 def windows_of(lengths, window_tokens=64):

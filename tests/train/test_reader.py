@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import zarr
+
 from dflash_cache.common import layout, planes
 from dflash_cache.common.errors import CacheDamaged, InputError
 from dflash_cache.train.reader import CacheReader

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny_run import config
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.train import checkpoint
-from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.resolve import dry_run, make_plan
 from dflash_cache.train.run import run
-
-TINY: dict[str, dict[str, Any]] = {
-    "data": {"row_tokens": 64},
-    "model": {"block_size": 4, "num_layers": 1, "mask_token_id": 0},
-    "optim": {"steps": 4},
-    "run": {"device": "cpu", "dtype": "float32", "tensorboard": False, "checkpoint_every": 2, "log_every": 1},
-}
-
-
-def config(**sections: dict[str, Any]) -> TrainConfig:
-    return TrainConfig.model_validate({name: {**TINY.get(name, {}), **sections.get(name, {})} for name in {*TINY, *sections}})
 
 
 def test_a_run_writes_its_record_its_log_and_its_checkpoints(write_cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dflash_cache.train.config import OptimConfig
 from dflash_cache.train.schedule import lr_at, warmup_steps
 

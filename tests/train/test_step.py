@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
+
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import LossConfig
 from dflash_cache.train.device import Compute
@@ -13,7 +15,6 @@ from dflash_cache.train.drafter import Drafter
 from dflash_cache.train.loss import LossSums
 from dflash_cache.train.step import RowLoss, StepSeeds, row_inputs, row_loss
 from dflash_cache.train.teacher import TeacherCache
-from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
 
 ALL = LossConfig()  # so few tokens: every valid anchor is drawn
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from dflash_cache.common import layout, target_folder
 from dflash_cache.common.errors import CacheDamaged, InputError
 from dflash_cache.common.spec import CacheSpec, TargetSpec
 from dflash_cache.train.target_head import TargetHead, load_norm
-from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from dflash_cache.common.errors import InputError
 from dflash_cache.common.spec import CacheSpec, EngineSpec, FeatureSpec, Settings, TargetSpec, TextSpec
 from dflash_cache.train.config import ModelConfig

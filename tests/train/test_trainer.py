@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
+
 from dflash_cache.common.errors import RunFailed
 from dflash_cache.train import checkpoint
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.schedule import lr_at
 from dflash_cache.train.trainer import Position, Trainer, row_stream, total_steps
-from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
 
 
 class FakeRows:

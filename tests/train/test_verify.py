@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from click.testing import CliRunner
+
 from dflash_cache.cli import main
 from dflash_cache.common import layout
 from dflash_cache.common.sample import Sample
