@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from .. import __version__
 from ..common import atomic
-from ..common.errors import DflashError, InputError
+from ..common.errors import DflashError, InputError, guard_writing
 from . import checkpoint
 from .drafter import Drafter
 from .drafter_spec import DrafterSpec
@@ -62,6 +62,13 @@ def export(source: Path, to: Path, dtype: ExportType = "bfloat16") -> ExportResu
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DflashError("weights are not finite; such a drafter is not exported", place=str(source), found=", ".join(broken[:5]))
+    with guard_writing(to):
+        _write(drafter, tensors, to, dtype)
+    return ExportResult(to, drafter.spec, dtype)
+
+
+def _write(drafter: Drafter, tensors: dict[str, torch.Tensor], to: Path, dtype: ExportType) -> None:
+    """Write beside `to`, read back, compare, rename."""
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f".{to.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +84,6 @@ def export(source: Path, to: Path, dtype: ExportType = "bfloat16") -> ExportResu
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return ExportResult(to, drafter.spec, dtype)
 
 
 def load_drafter(path: Path) -> Drafter:

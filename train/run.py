@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..common import atomic
-from ..common.errors import InputError
+from ..common.errors import InputError, guard_writing
 from ..common.fingerprint import differences
 from ..common.spec import read_json
 from .config import TrainConfig
@@ -40,6 +40,8 @@ def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = F
     plan = make_plan(config, caches)
     if resume:
         _check_same_run(out, plan)
+    with guard_writing(out):  # before anything slow is loaded
+        out.mkdir(parents=True, exist_ok=True)
 
     import torch
 
@@ -65,7 +67,6 @@ def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = F
     )
     try:
         trainer = Trainer(config, rows, drafter, head, compute, out)
-        out.mkdir(parents=True, exist_ok=True)
         if not resume:
             atomic.write_json(out / RUN_JSON, {**_record(plan), "compute": str(compute), "total_steps": trainer.total_steps})
         checkpoint.clear_partial(out)

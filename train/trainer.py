@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..common.errors import RunFailed
+from ..common.errors import RunFailed, guard_writing
 from ..common.progress import ProgressBar
 from . import checkpoint
 from .batch import Batch
@@ -166,7 +166,8 @@ class Trainer:
             config=self.config,
             drafter=self.drafter.spec,
         )
-        return checkpoint.save(self.run, state, self.drafter.state_dict(), optimizer_tensors(self.drafter, self.optimizer), self.config.run.keep)
+        with guard_writing(self.run):
+            return checkpoint.save(self.run, state, self.drafter.state_dict(), optimizer_tensors(self.drafter, self.optimizer), self.config.run.keep)
 
     def _one_step(self, stream: Iterator[tuple[Batch, Position]], lr: float) -> Window:
         started = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import config
 
-from dflash_cache.common.errors import InputError
+from dflash_cache.common.errors import DiskFull, InputError
 from dflash_cache.train import checkpoint
 from dflash_cache.train.resolve import dry_run, make_plan
 from dflash_cache.train.run import run
@@ -173,3 +173,23 @@ def test_rows_extracted_anew_are_other_data_to_a_resumed_run(write_cache, tmp_pa
     other.rename(cache)
     with pytest.raises(InputError, match="parts"):
         run(config(optim={"steps": 2}), [cache], tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(("code", "error"), [(28, DiskFull), (13, InputError), (30, InputError)])
+def test_a_full_or_forbidden_disk_is_said_clearly_and_loses_no_checkpoint(write_cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code, error):
+    from dflash_cache.common import atomic
+
+    cache, _, _ = write_cache()
+    real, calls = atomic.publish_folder, []
+
+    def second_fails(folder: Path, destination: Path) -> None:
+        calls.append(destination)
+        if len(calls) == 2:
+            raise OSError(code, "not now")
+        real(folder, destination)
+
+    monkeypatch.setattr(atomic, "publish_folder", second_fails)
+    with pytest.raises(error):
+        run(config(), [cache], tmp_path / "run")
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert run(config(), [cache], tmp_path / "run", resume=True).steps == 4
