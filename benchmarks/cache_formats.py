@@ -33,11 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from builders import make_spec  # noqa: E402
 
-from dflash_cache.common import layout, manifest  # noqa: E402
+from dflash_cache.common import layout, manifest, planes  # noqa: E402
 from dflash_cache.common.sample import Sample  # noqa: E402
 from dflash_cache.extract import writer as writer_module  # noqa: E402
-from dflash_cache.train.batch import Planes  # noqa: E402
-from dflash_cache.train.features import merge_planes  # noqa: E402
 from dflash_cache.train.reader import CacheReader  # noqa: E402
 
 DOCUMENT = 512
@@ -130,18 +128,17 @@ class Ours:
 
     def decode(self, folder: Path, shape: tuple[int, ...]) -> torch.Tensor:
         reader = CacheReader(folder / "c")
-        out = torch.empty((shape[1], shape[0], shape[2]), dtype=torch.bfloat16)
-        for start in range(0, shape[0], 8 * CHUNK):
-            stop = min(start + 8 * CHUNK, shape[0])
-            rows = reader.read_rows(0, start, stop, layout.HIDDEN_STATES, tuple(range(shape[1] - 1)))
-            verifier = reader.read_rows(0, start, stop, layout.VERIFIER, (0,))
-            out[:-1, start:stop] = merge_planes(Planes(torch.from_numpy(rows.exponent), torch.from_numpy(rows.sign_mantissa), self.bits))
-            out[-1, start:stop] = merge_planes(Planes(torch.from_numpy(verifier.exponent[0]), torch.from_numpy(verifier.sign_mantissa[0]), 7))
-        return out.transpose(0, 1)
+        out = np.empty(shape, np.uint16)
+        for number in range(reader.parts[0].manifest.num_chunks):
+            here = out[number * CHUNK : (number + 1) * CHUNK]
+            for slot in range(shape[1] - 1):
+                reader.fill(0, number, layout.HIDDEN_STATES, slot, [(0, here[:, slot])])
+            reader.fill(0, number, layout.VERIFIER, 0, [(0, here[:, -1])])
+        return torch.from_numpy(out).view(torch.bfloat16)
 
 
 class OursByTensorstore(Ours):
-    """The same files, read by tensorstore and merged by torch."""
+    """The same files, read by tensorstore."""
 
     def __init__(self) -> None:
         super().__init__(7)
@@ -149,15 +146,15 @@ class OursByTensorstore(Ours):
 
     def decode(self, folder: Path, shape: tuple[int, ...]) -> torch.Tensor:
         (part,) = manifest.list_parts(folder / "c")
-        out = torch.empty(shape, dtype=torch.bfloat16)
+        out = np.empty(shape, np.uint16)
         context = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
         for array, index in ((layout.HIDDEN_STATES, slice(0, -1)), (layout.VERIFIER, -1)):
-            planes = []
+            pair = []
             for plane in layout.PLANES:
                 store = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(part / array / plane)}, "context": context}
-                planes.append(torch.from_numpy(tensorstore.open(store).result().read().result()))
-            out[:, index] = merge_planes(Planes(*planes, 7))
-        return out
+                pair.append(tensorstore.open(store).result().read().result())
+            out[:, index] = planes.merge(*pair)
+        return torch.from_numpy(out).view(torch.bfloat16)
 
 
 def best(function: Callable[[], object], repeats: int) -> float:

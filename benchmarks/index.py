@@ -9,9 +9,6 @@ default) holds 131 samples of 1,000 tokens; a million samples of that length are
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import sys
 import tempfile
 import time
@@ -21,9 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from builders import make_spec
+from builders import link_parts, make_spec
 
-from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache
 from dflash_cache.train.reader import CacheReader
@@ -39,16 +35,7 @@ def build(cache: Path, samples: int, parts: int) -> None:
     for number in range(samples // parts):
         writer.add(Sample(number.to_bytes(16, "little"), "benchmark", number, ids, mask, states[:, :-1], states[:, -1], 5, -1))
     writer.close()
-    first = cache / "parts/00000000-0000"
-    for number in range(1, parts):
-        part = cache / "parts" / f"{number:08d}-0000"
-        shutil.copytree(first, part, copy_function=os.link)
-        document = json.loads((part / "zarr.json").read_text())
-        body = document["attributes"]["dflash"] | {"part": part.name}
-        body.pop("digest")
-        document["attributes"]["dflash"] = body | {"digest": digest_bytes(canonical(body))}
-        (part / "zarr.json").unlink()
-        (part / "zarr.json").write_bytes(canonical(document))
+    link_parts(cache, parts)
 
 
 def anonymous_bytes() -> int:

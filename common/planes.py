@@ -11,7 +11,7 @@ import numpy as np
 LOSSLESS_BITS = 7
 PACKED_BITS = 3
 BLOCK = 1 << 17
-"""Elements merged at a time: 128 Ki, half a megabyte of operands."""
+"""Elements merged at a time: 128 Ki, whose operands fit a core's second-level cache."""
 _MAX_FINITE = np.uint16(0x7F7F)
 _INFINITY = np.uint16(0x7F80)
 _SIGN = np.uint16(0x8000)
@@ -26,22 +26,28 @@ def split(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge(exponent: np.ndarray, sign_mantissa: np.ndarray) -> np.ndarray:
-    """The uint16 bit patterns that `split` was given: (e << 7) | (m & 0x7f) | ((m & 0x80) << 8).
+    """The uint16 bit patterns that `split` was given: (e << 7) | (m & 0x7f) | ((m & 0x80) << 8)."""
+    return decode(exponent, sign_mantissa, LOSSLESS_BITS)
 
-    Works in blocks that stay in the processor's cache, which is four times as fast as whole-array passes. There
-    (m & 0x7f) | ((m & 0x80) << 8) is (m * 0x101) & 0x807f: the byte is put into both halves, and each keeps its bits.
+
+def merge_into(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int, out: np.ndarray) -> None:
+    """Undo `encode` for rows: exponent uint8 [n, H], sign_mantissa uint8 [n, H] or [n, H / 2], into `out`, uint16 [n, H].
+
+    `out` may be a strided view, so that rows go straight to their place in a larger array. Works in blocks that stay in the
+    processor's cache, four times as fast as whole-array passes. There (m & 0x7f) | ((m & 0x80) << 8) is
+    (m * 0x101) & 0x807f: the byte is put into both halves, and each keeps its bits.
     """
-    e, m = np.ascontiguousarray(exponent).reshape(-1), np.ascontiguousarray(sign_mantissa).reshape(-1)
-    out = np.empty(e.shape, np.uint16)
-    shifted = np.empty(min(BLOCK, len(e)), np.uint16)
-    for start in range(0, len(e), BLOCK):
-        block = out[start : start + BLOCK]
-        upper = shifted[: len(block)]
-        np.multiply(m[start : start + BLOCK], np.uint16(0x101), out=block, dtype=np.uint16)
-        np.bitwise_and(block, np.uint16(0x807F), out=block)
-        np.multiply(e[start : start + BLOCK], np.uint16(0x80), out=upper, dtype=np.uint16)
-        np.bitwise_or(block, upper, out=block)
-    return out.reshape(exponent.shape)
+    count, width = exponent.shape
+    rows = max(1, BLOCK // width)
+    low = np.empty((min(rows, count), width), np.uint16)
+    for start in range(0, count, rows):
+        block, here = out[start : start + rows], slice(start, start + rows)
+        bits = low[: len(block)]
+        mantissa = sign_mantissa[here] if mantissa_bits == LOSSLESS_BITS else unpack_nibbles(sign_mantissa[here])
+        np.multiply(mantissa, np.uint16(0x101), out=bits, dtype=np.uint16)
+        np.bitwise_and(bits, np.uint16(0x807F), out=bits)
+        np.multiply(exponent[here], np.uint16(0x80), out=block, dtype=np.uint16)
+        np.bitwise_or(block, bits, out=block)
 
 
 def round_mantissa(bits: np.ndarray) -> np.ndarray:
@@ -80,8 +86,12 @@ def encode(bits: np.ndarray, mantissa_bits: int) -> tuple[np.ndarray, np.ndarray
 
 
 def decode(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int) -> np.ndarray:
-    """Undo `encode`: uint16 bit patterns of the shape of `exponent`."""
-    return merge(exponent, sign_mantissa if mantissa_bits == LOSSLESS_BITS else unpack_nibbles(sign_mantissa))
+    """Undo `encode`: uint16 bit patterns of the shape of `exponent`, which may be any."""
+    out = np.empty(exponent.shape, np.uint16)
+    if out.size:
+        flat = [np.ascontiguousarray(plane).reshape(-1, plane.shape[-1]) for plane in (exponent, sign_mantissa)]
+        merge_into(*flat, mantissa_bits, out.reshape(-1, out.shape[-1]))
+    return out
 
 
 def is_finite(bits: np.ndarray) -> np.ndarray:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dflash_cache.common import layout, target_folder
+from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.common.spec import CacheSpec, EngineSpec, FeatureSpec, Limits, Settings, TargetSpec, TextSpec
 
@@ -113,3 +116,17 @@ def write_target_files(cache: Path, spec: CacheSpec, seed: int = 0) -> None:
     }
     (folder / layout.TOKENS_JSON).write_text(json.dumps(tokens))
     target_folder.seal(folder)
+
+
+def link_parts(cache: Path, names: int) -> None:
+    """Give the cache's first part `names` names in all: the same files, linked, each under a manifest of its own."""
+    first = cache / "parts/00000000-0000"
+    for number in range(1, names):
+        part = cache / "parts" / f"{number:08d}-0000"
+        shutil.copytree(first, part, copy_function=os.link)
+        document = json.loads((part / "zarr.json").read_text())
+        body = document["attributes"]["dflash"] | {"part": part.name}
+        body.pop("digest")
+        document["attributes"]["dflash"] = body | {"digest": digest_bytes(canonical(body))}
+        (part / "zarr.json").unlink()
+        (part / "zarr.json").write_bytes(canonical(document))

@@ -16,6 +16,8 @@ def merge_planes(planes: Planes) -> torch.Tensor:
 
     On a CPU numpy does it, in blocks that fit its cache: ten times as fast as whole-tensor operations on 80 MB.
     """
+    if isinstance(planes, torch.Tensor):
+        return planes
     if planes.exponent.device.type == "cpu":
         bits = decode(planes.exponent.numpy(), planes.sign_mantissa.numpy(), planes.mantissa_bits)
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)

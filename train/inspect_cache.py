@@ -229,10 +229,7 @@ def _norms(reader: CacheReader) -> list[LayerNorms]:
         for part, chunk in chosen:
             found = reader.parts[part].manifest
             start = chunk * found.chunk_tokens
-            rows = reader.read_rows(part, start, min(start + found.chunk_tokens, found.tokens), array, (slot,))
-            bits = planes.decode(
-                rows.exponent, rows.sign_mantissa, reader.spec.mantissa_bits if array == layout.HIDDEN_STATES else planes.LOSSLESS_BITS
-            )
+            bits = reader.read_states(part, start, min(start + found.chunk_tokens, found.tokens), array, (slot,))
             values = (bits.astype(np.uint32) << 16).view(np.float32)
             finite = np.isfinite(values)
             kept = np.where(finite, values, 0).astype(np.float64)

@@ -1,11 +1,19 @@
-"""RowLoader: packed rows as Batches, in a seeded order, read ahead in a thread.
+"""RowLoader: packed rows as Batches, in a seeded order, read ahead by threads.
 
 In: readers, the windows' order and the packing plan. Out: Batches on the CPU. A row depends only on (seed, epoch, rank,
 world size) and its number, so a resumed run repeats exactly. Knows nothing of the model.
+
+Each chunk is decoded once a pool of windows and its rows go straight to their places in the rows of tokens that hold them;
+nothing decoded is kept elsewhere. The memory of a row is used again when its Batch is gone.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import os
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,19 +21,21 @@ import numpy as np
 import torch
 
 from ..common import layout
-from ..common.errors import InputError
 from ..common.layers import layer_slots
-from .batch import PADDING, Batch, Planes
-from .packer import RowPlan, pack
-from .reader import CacheReader, Rows
-from .window import cut_windows, epoch_order
+from .batch import PADDING, Batch
+from .packer import OPEN_ROWS, RowPlan, pack
+from .reader import CacheReader
+from .scatter import ChunkTask, Scatter
+from .window import cut_windows, epoch_pools
 
 WINDOW_CHUNKS = 16
-"""Chunks in a window. One more is decoded per window than it holds, so 16 costs at most 1/16 twice."""
+"""Chunks in a window. A chunk that two windows share is decoded for each, so 16 costs at most 1/16 twice."""
 POOL_WINDOWS = 4
-"""Windows whose samples are shuffled among each other; also what is kept decoded in memory."""
-READ_AHEAD = 2
-"""Windows being decoded while the trainer works."""
+"""Windows whose samples are shuffled among each other."""
+BUFFER_BYTES = 4 << 30
+"""Memory for rows being filled or waiting, about. Smaller windows and pools are taken where these would not fit."""
+MAX_THREADS = 8
+"""Decoding threads; one gives more than a gigabyte of states a second."""
 
 
 class RowLoader:
@@ -46,15 +56,12 @@ class RowLoader:
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._readers = list(readers)
         self._slots = [layer_slots(layer_ids, reader.spec.layer_ids, str(reader.path)) for reader in self._readers]
-        bits = {str(reader.path): reader.spec.mantissa_bits for reader in self._readers}
-        if len(set(bits.values())) > 1:
-            raise InputError(
-                "caches that are trained on together must keep the same mantissa bits", place="--cache", found=bits, fix="train on those of one kind"
-            )
-        self._row_tokens, self._need_verifier = row_tokens, need_verifier
+        self._need_verifier = need_verifier
+        self._row_tokens = row_tokens
         self._seed, self._shuffle, self._rank, self._world_size = seed, shuffle, rank, world_size
         counts = [reader.num_samples for reader in self._readers]
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
@@ -62,10 +69,19 @@ class RowLoader:
         self._lengths = np.concatenate([reader.lengths for reader in self._readers])
         self._starts = np.concatenate([reader.starts for reader in self._readers])
         self._parts = np.concatenate([reader.part_of for reader in self._readers])
-        chunk = max(part.manifest.chunk_tokens for reader in self._readers for part in reader.parts)
-        self._windows = cut_windows(self._cache_of, self._parts, self._starts, chunk * WINDOW_CHUNKS)
+        self._chunks = np.concatenate([np.array([part.manifest.chunk_tokens for part in reader.parts])[reader.part_of] for reader in self._readers])
+        chunk = int(self._chunks.max())
+        width, layers = self._readers[0].spec.hidden_size, len(self._slots[0])
+        self._shapes = ((row_tokens, layers, width), (row_tokens, width) if need_verifier else None)
+        row_bytes = row_tokens * (layers + 1) * width * 2
+        share = max(1, buffer_bytes // (3 * row_bytes))  # a third each: rows ahead, the pool, rows that are still open
+        self._ahead, self._open_rows = share, min(share, OPEN_ROWS)
+        window_chunks = min(max(share * row_tokens // chunk, 1), WINDOW_CHUNKS)
+        self._pool_windows = min(max(share * row_tokens // (chunk * window_chunks), 1), POOL_WINDOWS)
+        self._windows = cut_windows(self._cache_of, self._parts, self._starts, chunk * window_chunks)
         self._plans: dict[tuple[int, int], RowPlan] = {}
-        self._threads = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="dflash-read")
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="dflash-read")
+        self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def rows_per_epoch(self, epoch: int) -> int:
         """Rows of an epoch, the same on every rank: ranks with fewer samples end on empty rows."""
@@ -74,73 +90,87 @@ class RowLoader:
     def epoch(self, epoch: int, start_row: int = 0) -> Iterator[Batch]:
         """This rank's rows of `epoch` from number `start_row` on."""
         plan = self._plan(epoch, self._rank)
-        yield from self._read(plan, start_row)
+        yield from self._read(plan, self._pools(epoch, self._rank), start_row)
         for _ in range(max(start_row, len(plan)), self.rows_per_epoch(epoch)):
-            yield self._build([])
+            yield self._batch(np.empty(0, np.int64), _Row(self._row_tokens, self._shapes, self._free))
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+    def _pools(self, epoch: int, rank: int) -> list[np.ndarray]:
+        return epoch_pools(
+            self._windows,
+            seed=self._seed,
+            epoch=epoch if self._shuffle else 0,
+            pool_windows=self._pool_windows,
+            shuffle=self._shuffle,
+            rank=rank,
+            world_size=self._world_size,
+        )
 
     def _plan(self, epoch: int, rank: int) -> RowPlan:
         key = (epoch if self._shuffle else 0, rank)
         if key not in self._plans:
             if len(self._plans) > 2 * self._world_size:
                 self._plans.clear()
-            order = epoch_order(
-                self._windows, seed=self._seed, epoch=key[0], pool_windows=POOL_WINDOWS, shuffle=self._shuffle, rank=rank, world_size=self._world_size
-            )
-            self._plans[key] = pack(order, self._lengths, self._row_tokens)
+            order = np.concatenate([np.empty(0, np.int64), *self._pools(epoch, rank)])
+            self._plans[key] = pack(order, self._lengths, self._row_tokens, self._open_rows)
         return self._plans[key]
 
-    def _read(self, plan: RowPlan, start_row: int) -> Iterator[Batch]:
-        samples = plan.samples[plan.starts[min(start_row, len(plan))] :]
-        wanted = self._windows.window_of[samples]
-        first_use = list(dict.fromkeys(wanted.tolist()))
-        uses_left = np.bincount(wanted, minlength=len(self._windows.first))
-        pending: dict[int, Future[tuple[Rows, Rows | None]]] = {}
-        upcoming = iter(first_use)
-
-        def submit_next() -> bool:
-            if (window := next(upcoming, None)) is None:
-                return False
-            pending[window] = self._threads.submit(self._read_window, window)
-            return True
-
+    def _read(self, plan: RowPlan, pools: list[np.ndarray], start_row: int) -> Iterator[Batch]:
+        """Rows in order. A chunk's task starts when the first row that needs it is near; rows it needs later are begun too."""
+        scatter = Scatter(
+            plan, self._row_tokens, cache=self._cache_of, part=self._parts, start=self._starts, length=self._lengths, chunk_tokens=self._chunks
+        )
+        pool_of = np.zeros(len(self._lengths), np.int64)
+        for pool, samples in enumerate(pools):
+            pool_of[samples] = pool
+        rows: dict[int, _Row] = {}
+        waiting: list[tuple[int, int, ChunkTask]] = []  # a heap, by the first row that needs it
+        tie = itertools.count()
+        met: set[int] = set()
+        near = start_row
         for number in range(start_row, len(plan)):
-            pieces = []
-            for sample in plan.row(number).tolist():
-                window = int(self._windows.window_of[sample])
-                while window not in pending:  # windows come up in the order of their first use
-                    submit_next()
-                while len(pending) < POOL_WINDOWS + READ_AHEAD and sum(not f.done() for f in pending.values()) < READ_AHEAD and submit_next():
-                    pass
-                rows, verifier = pending[window].result()
-                pieces.append((sample, window, rows, verifier))
-                uses_left[window] -= 1
-            yield self._build(pieces)
-            for window in {piece[1] for piece in pieces}:
-                if uses_left[window] == 0:
-                    del pending[window]
+            while near < min(number + 1 + self._ahead, len(plan)):
+                for pool in np.unique(pool_of[plan.row(near)]).tolist():
+                    if pool not in met:
+                        met.add(pool)
+                        for task in scatter.tasks(pools[pool], start_row):
+                            heapq.heappush(waiting, (task.first_row, next(tie), task))
+                near += 1
+            while waiting and waiting[0][0] < near:
+                task = heapq.heappop(waiting)[2]
+                for placement in task.placements:
+                    if placement.row not in rows:
+                        rows[placement.row] = _Row(self._row_tokens, self._shapes, self._free)
+                targets = {placement.row: rows[placement.row] for placement in task.placements}
+                future = self._threads.submit(self._fill, task, targets)
+                for row in targets.values():
+                    row.pending.append(future)
+            row = rows.pop(number)
+            for future in row.pending:
+                future.result()
+            yield self._batch(plan.row(number), row)
 
-    def _read_window(self, window: int) -> tuple[Rows, Rows | None]:
-        reader, slots = self._readers[self._windows.cache[window]], self._slots[self._windows.cache[window]]
-        first, last = int(self._windows.first[window]), int(self._windows.stop[window]) - 1
-        part, start, stop = int(self._parts[first]), int(self._starts[first]), int(self._starts[last] + self._lengths[last])
-        features = reader.read_rows(part, start, stop, layout.HIDDEN_STATES, slots)
-        return features, reader.read_rows(part, start, stop, layout.VERIFIER, (0,)) if self._need_verifier else None
+    def _fill(self, task: ChunkTask, rows: dict[int, _Row]) -> None:
+        """Decode a chunk and put its rows where they belong. Holds `rows`, so that their memory is not given away meanwhile."""
+        reader = self._readers[task.cache]
+        places = [(p.first, rows[p.row], slice(p.at, p.at + p.count)) for p in task.placements]
+        for index, slot in enumerate(self._slots[task.cache]):
+            pieces = [(first, row.features[here, index]) for first, row, here in places]
+            reader.fill(task.part, task.chunk, layout.HIDDEN_STATES, slot, pieces)
+        if self._need_verifier:
+            reader.fill(task.part, task.chunk, layout.VERIFIER, 0, [(first, row.verifier[here]) for first, row, here in places])
 
-    def _build(self, pieces: list[tuple[int, int, Rows, Rows | None]]) -> Batch:
-        tokens, reader = self._row_tokens, self._readers[0]
-        width, packed = reader.spec.hidden_size, reader.spec.mantissa_bits == 3
-        layers = len(self._slots[0])
+    def _batch(self, samples: np.ndarray, row: _Row) -> Batch:
+        tokens = self._row_tokens
         ids, following = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
         document, position = np.full(tokens, PADDING, np.int32), np.zeros(tokens, np.int32)
         mask, following_mask = np.zeros(tokens, bool), np.zeros(tokens, bool)
-        features = _empty_planes((tokens, layers), width, packed)
-        verifier = _empty_planes((tokens,), width, False) if self._need_verifier else None
         sample_ids, sources, at = [], [], 0
-        for number, (sample, window, rows, verifier_rows) in enumerate(pieces):
+        for number, sample in enumerate(samples.tolist()):
             cache = int(self._cache_of[sample])
             reader, local = self._readers[cache], int(sample - self._first_sample[cache])
             length = min(int(self._lengths[sample]), tokens)
@@ -151,15 +181,9 @@ class RowLoader:
             following[here] = np.append(sample_tokens, after)[1 : length + 1]
             following_mask[here] = np.append(sample_mask, after >= 0)[1 : length + 1]
             document[here], position[here] = number, np.arange(length)
-            begin = int(self._starts[sample] - self._starts[self._windows.first[window]])
-            source = slice(begin, begin + length)
-            features[0][here], features[1][here] = rows.exponent[:, source].transpose(1, 0, 2), rows.sign_mantissa[:, source].transpose(1, 0, 2)
-            if verifier is not None and verifier_rows is not None:
-                verifier[0][here], verifier[1][here] = verifier_rows.exponent[0, source], verifier_rows.sign_mantissa[0, source]
             sample_ids.append((cache, local))
             sources.append(reader.source(local))
             at += length
-        bits = reader.spec.mantissa_bits
         return Batch(
             input_ids_T=torch.from_numpy(ids),
             document_T=torch.from_numpy(document),
@@ -167,12 +191,33 @@ class RowLoader:
             loss_mask_T=torch.from_numpy(mask),
             next_ids_T=torch.from_numpy(following),
             next_supervised_T=torch.from_numpy(following_mask),
-            features=Planes(torch.from_numpy(features[0]), torch.from_numpy(features[1]), bits),
-            verifier=Planes(torch.from_numpy(verifier[0]), torch.from_numpy(verifier[1]), 7) if verifier is not None else None,
+            features=row.tensor(row.features, at),
+            verifier=row.tensor(row.verifier, at) if self._need_verifier else None,
             sample_ids=tuple(sample_ids),
             sources=tuple(sources),
         )
 
 
-def _empty_planes(shape: tuple[int, ...], width: int, packed: bool) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((*shape, width), np.uint8), np.zeros((*shape, width // 2 if packed else width), np.uint8)
+class _Row:
+    """The states of one packed row while they are put together, and the tasks that still work on them."""
+
+    def __init__(self, row_tokens: int, shapes: tuple[tuple[int, ...], tuple[int, ...] | None], free: dict[tuple[int, ...], list[np.ndarray]]) -> None:
+        self.features = _reused(shapes[0], free)
+        """uint16 [T, K, H]."""
+        self.verifier = _reused(shapes[1] or (0, 0), free)
+        """uint16 [T, H]."""
+        self.pending: list[Future[None]] = []
+
+    def tensor(self, bits: np.ndarray, used: int) -> torch.Tensor:
+        """bfloat16, zero behind the first `used` positions."""
+        bits[used:] = 0
+        return torch.from_numpy(bits).view(torch.bfloat16)
+
+
+def _reused(shape: tuple[int, ...], free: dict[tuple[int, ...], list[np.ndarray]]) -> np.ndarray:
+    """uint16 of `shape`, undefined. Its memory goes back to `free` when the last tensor or view made of it is gone."""
+    kept = free[shape]
+    owner = kept.pop() if kept else np.empty(shape, np.uint16)
+    lent = owner.view()
+    weakref.finalize(lent, kept.append, owner).atexit = False
+    return lent

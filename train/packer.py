@@ -31,18 +31,18 @@ class RowPlan:
         return self.samples[self.starts[number] : self.starts[number + 1]]
 
 
-def pack(samples: np.ndarray, lengths: np.ndarray, row_tokens: int) -> RowPlan:
+def pack(samples: np.ndarray, lengths: np.ndarray, row_tokens: int, open_rows: int = OPEN_ROWS) -> RowPlan:
     """Place each sample, in order, into the fullest open row that still has room; close the fullest when too many are open.
 
     samples: int64, the epoch's order. lengths: int64, tokens of each sample by its number. A sample longer than a row takes
     a row alone and is cut to it.  Best-fit bin packing; see "Fewer Truncations Improve Language Modeling", arXiv 2404.10830.
     """
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, list[int]]] = []  # (tokens left, samples), fewest left first
+    partly: list[tuple[int, list[int]]] = []  # (tokens left, samples), fewest left first
     for sample, length in zip(samples.tolist(), np.minimum(lengths[samples], row_tokens).tolist()):
-        for at, (room, _) in enumerate(open_rows):
+        for at, (room, _) in enumerate(partly):
             if room >= length:
-                left, members = open_rows.pop(at)
+                left, members = partly.pop(at)
                 break
         else:
             left, members = row_tokens, []
@@ -51,10 +51,10 @@ def pack(samples: np.ndarray, lengths: np.ndarray, row_tokens: int) -> RowPlan:
         if left == 0:
             rows.append(members)
             continue
-        position = next((at for at, (other, _) in enumerate(open_rows) if other >= left), len(open_rows))
-        open_rows.insert(position, (left, members))
-        if len(open_rows) > OPEN_ROWS:
-            rows.append(open_rows.pop(0)[1])
-    rows.extend(members for _, members in open_rows)
+        position = next((at for at, (other, _) in enumerate(partly) if other >= left), len(partly))
+        partly.insert(position, (left, members))
+        if len(partly) > open_rows:
+            rows.append(partly.pop(0)[1])
+    rows.extend(members for _, members in partly)
     counts = [len(row) for row in rows]
     return RowPlan(np.array([s for row in rows for s in row], np.int64), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))

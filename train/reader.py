@@ -1,7 +1,8 @@
 """CacheReader: a cache's index in memory, and its states read from memory-mapped shard files.
 
-In: a cache folder. Out: Samples, or the planes of a run of rows. Owns finding chunks by the shard's own index, checking
-each chunk's crc32c on first touch, and decoding. Knows nothing of order, packing, tensors or the model.
+In: a cache folder. Out: Samples, or the bfloat16 patterns of runs of rows, put where the caller wants them. Owns finding
+chunks by the shard's own index, checking each chunk's crc32c on first touch, and decoding: the mantissa is read from the
+map, the exponent from a scratch buffer, and one pass merges them into place. Knows nothing of order, packing or tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import resource
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +33,8 @@ MAX_SMALL_BYTES = 256 << 20
 """Small arrays kept in memory, bytes. A token's id and mask are 5 bytes, so that those of a large cache do not all fit."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Consecutive rows of one part as stored planes; the layer axis comes first, because each layer is a shard of its own."""
-
-    exponent: np.ndarray
-    """uint8 [K, n, H]."""
-    sign_mantissa: np.ndarray
-    """uint8 [K, n, H], or [K, n, H / 2] when packed."""
+Piece = tuple[int, np.ndarray]
+"""Rows of a chunk and their destination: (first row within the chunk, uint16 [n, H] to fill; a strided view will do)."""
 
 
 @dataclass(frozen=True)
@@ -101,35 +97,43 @@ class CacheReader:
         """Tokens in all parts."""
         return int(self.lengths.sum())
 
-    def read_rows(self, part: int, start: int, stop: int, array: str, slots: tuple[int, ...]) -> Rows:
-        """Rows start:stop of a part, whole chunks decoded once. `slots` are indices on the layer axis; (0,) for the verifier's."""
+    def read_states(self, part: int, start: int, stop: int, array: str, slots: tuple[int, ...]) -> np.ndarray:
+        """Rows start:stop of a part: uint16 bfloat16 patterns [n, K, H]. `slots` index the layer axis; (0,) for the verifier's."""
         found = self.parts[part].manifest
         assert 0 <= start < stop <= found.tokens, (start, stop, found.tokens)
+        out = np.empty((stop - start, len(slots), self.spec.hidden_size), np.uint16)
         chunk = found.chunk_tokens
-        first, last = start // chunk, -(-stop // chunk)
-        keep = slice(start - first * chunk, stop - first * chunk)
-        decoded = []
-        for plane in layout.PLANES:
-            out = np.empty((len(slots), (last - first) * chunk, self._width(array, plane)), np.uint8)
-            for number, slot in enumerate(slots):
-                self._decode_chunks(part, array, plane, slot, first, out[number])
-            decoded.append(out[:, keep])
-        return Rows(*decoded)
+        for number in range(start // chunk, -(-stop // chunk)):
+            first, last = max(start, number * chunk), min(stop, (number + 1) * chunk)
+            for index, slot in enumerate(slots):
+                self.fill(part, number, array, slot, [(first - number * chunk, out[first - start : last - start, index])])
+        return out
+
+    def fill(self, part: int, chunk: int, array: str, slot: int, pieces: Sequence[Piece]) -> None:
+        """Decode one chunk of one layer and put rows of it where `pieces` say. Raises CacheDamaged before anything of it is put."""
+        rows, bits = self.parts[part].manifest.chunk_tokens, self._bits(array)
+        exponents = self._shard(part, array, layout.EXPONENT, slot)
+        mantissas = self._shard(part, array, layout.SIGN_MANTISSA, slot)
+        low = mantissas.stored(chunk, rows * self.spec.hidden_size * (bits + 1) // 8).reshape(rows, -1)
+        high = exponents.decompressed(chunk, rows * self.spec.hidden_size).reshape(rows, -1)
+        for first, out in pieces:
+            here = slice(first, first + len(out))
+            planes.merge_into(high[here], low[here], bits, out)
 
     def read_sample(self, sample: int) -> Sample:
         """One sample, exactly as it was written."""
         part = int(self.part_of[sample])
         start, stop = int(self.starts[sample]), int(self.starts[sample] + self.lengths[sample])
-        states = self.read_rows(part, start, stop, layout.HIDDEN_STATES, tuple(range(len(self.spec.layer_ids))))
-        verifier = self.read_rows(part, start, stop, layout.VERIFIER, (0,))
+        states = self.read_states(part, start, stop, layout.HIDDEN_STATES, tuple(range(len(self.spec.layer_ids))))
+        verifier = self.read_states(part, start, stop, layout.VERIFIER, (0,))
         return Sample(
             key=self.column(part, "sample_key")[self._within(sample)].tobytes(),
             source=self.source(sample),
             source_row=int(self.column(part, "source_row")[self._within(sample)]),
             input_ids=self.tokens(sample, "input_ids"),
             loss_mask=self.tokens(sample, "loss_mask"),
-            hidden_states=planes.decode(states.exponent, states.sign_mantissa, self.spec.mantissa_bits).transpose(1, 0, 2).copy(),
-            verifier_last_hidden_states=planes.merge(verifier.exponent[0], verifier.sign_mantissa[0]),
+            hidden_states=states,
+            verifier_last_hidden_states=verifier[:, 0],
             engine_top1=int(self.column(part, "engine_top1")[self._within(sample)]),
             next_token=self.next_token(sample),
         )
@@ -180,16 +184,8 @@ class CacheReader:
     def _within(self, sample: int) -> int:
         return int(sample - self._first_sample[self.part_of[sample]])
 
-    def _width(self, array: str, plane: str) -> int:
-        packed = array == layout.HIDDEN_STATES and plane == layout.SIGN_MANTISSA and self.spec.mantissa_bits == planes.PACKED_BITS
-        return self.spec.hidden_size // 2 if packed else self.spec.hidden_size
-
-    def _decode_chunks(self, part: int, array: str, plane: str, slot: int, first: int, into: np.ndarray) -> None:
-        """Chunks of one shard from number `first` on, as many as fill `into` (uint8 [n * chunk, width])."""
-        shard = self._shard(part, array, plane, slot)
-        chunk = self.parts[part].manifest.chunk_tokens
-        for number in range(len(into) // chunk):
-            shard.decode(first + number, into[number * chunk : (number + 1) * chunk], compressed=plane == layout.EXPONENT)
+    def _bits(self, array: str) -> int:
+        return self.spec.mantissa_bits if array == layout.HIDDEN_STATES else planes.LOSSLESS_BITS
 
     def _shard(self, part: int, array: str, plane: str, slot: int) -> _Shard:
         verifier = array == layout.VERIFIER
@@ -221,26 +217,47 @@ class _Shard:
         self.index = read_index(self.data, len(checksums), str(path))
         self.checked = np.zeros(len(checksums), bool)
 
-    def decode(self, number: int, into: np.ndarray, compressed: bool) -> None:
-        """Chunk `number`, checked on first touch, decoded into the contiguous uint8 array `into`."""
-        offset, size = (int(value) for value in self.index[number])
-        if self.checked[number]:
-            chunk = self.data[offset : offset + size - CHECKSUM_BYTES]
-        else:
-            chunk = checked_chunk(self.data, offset, size, int(self.checksums[number]), f"{self.path} chunk {number}")
-            self.checked[number] = True
-        found = zstd_content_bytes(chunk) if compressed else len(chunk)
-        if found != into.nbytes:
-            raise CacheDamaged(
-                "the chunk has another size than its array says", place=f"{self.path} chunk {number}", found=found, expected=f"{into.nbytes} bytes"
-            )
-        if not compressed:
-            into[...] = np.frombuffer(chunk, np.uint8).reshape(into.shape)
-            return
+    def stored(self, number: int, size: int) -> np.ndarray:
+        """Chunk `number` as it lies in the map, checked: uint8 [size]."""
+        chunk = self._checked(number)
+        self._check_size(number, len(chunk), size)
+        return np.frombuffer(chunk, np.uint8)
+
+    def decompressed(self, number: int, size: int) -> np.ndarray:
+        """Chunk `number`, checked and decompressed: uint8 [size], valid until this thread decompresses the next one."""
+        chunk = self._checked(number)
+        self._check_size(number, zstd_content_bytes(chunk), size)
+        out = _scratch(size)
         try:
-            zstd.decompress(chunk, into)
+            zstd.decompress(chunk, out)
         except (RuntimeError, ValueError) as error:
             raise CacheDamaged(f"the chunk cannot be decompressed: {error}", place=f"{self.path} chunk {number}") from None
+        return out
+
+    def _checked(self, number: int) -> memoryview:
+        offset, size = (int(value) for value in self.index[number])
+        if self.checked[number]:
+            return self.data[offset : offset + size - CHECKSUM_BYTES]
+        chunk = checked_chunk(self.data, offset, size, int(self.checksums[number]), f"{self.path} chunk {number}")
+        self.checked[number] = True
+        return chunk
+
+    def _check_size(self, number: int, found: int | None, wanted: int) -> None:
+        if found != wanted:
+            raise CacheDamaged(
+                "the chunk has another size than its array says", place=f"{self.path} chunk {number}", found=found, expected=f"{wanted} bytes"
+            )
+
+
+_of_thread = threading.local()
+
+
+def _scratch(size: int) -> np.ndarray:
+    """A buffer of this thread, used again and again: fresh pages would cost more than the decoding."""
+    if len(getattr(_of_thread, "scratch", ())) < size:
+        _of_thread.scratch = np.empty(size, np.uint8)
+    found: np.ndarray = _of_thread.scratch[:size]
+    return found
 
 
 def _offsets(part: Path, found: PartManifest, cache: CacheSpec) -> np.ndarray:

@@ -62,6 +62,8 @@ def teacher_tokens(batch: Batch, needed_T: torch.Tensor, head: TargetHead, cache
 
 def take_rows(planes: Planes, rows: torch.Tensor) -> Planes:
     """The planes of `rows` (int64) only."""
+    if isinstance(planes, torch.Tensor):
+        return planes[rows]
     return Planes(planes.exponent[rows], planes.sign_mantissa[rows], planes.mantissa_bits)
 
 

@@ -166,14 +166,15 @@ def _check_chunks(part: Path, found: PartManifest, cache: CacheSpec, report: Ver
         for number in range(found.num_chunks):
             start, stop = number * chunk, min((number + 1) * chunk, found.tokens)
             try:
-                rows = reader.read_rows(0, start, stop, array, (slot,))
+                bits = reader.read_states(0, start, stop, array, (slot,))
             except CacheDamaged as error:
                 damaged.append(error)
                 continue
             report.chunks += len(layout.PLANES)
-            if (rows.exponent == 0xFF).any():
+            finite = planes.is_finite(bits)
+            if not finite.all():
                 layer = cache.layer_ids[slot] if array == layout.HIDDEN_STATES else cache.settings.features.verifier_layer
-                row = start + int(np.argwhere(rows.exponent[0] == 0xFF)[0, 0])
+                row = start + int(np.argwhere(~finite)[0, 0])
                 yield CacheDamaged(f"row {row} of layer {layer} holds values that are not finite", place=f"{part / array} chunk {number}")
         yield from damaged[:NAMED_CHUNKS]
         if len(damaged) > NAMED_CHUNKS:
@@ -223,8 +224,7 @@ def _check_teacher(part: Path, found: PartManifest, check: TeacherCheck, report:
         start, stop = number * chunk, min((number + 1) * chunk, found.tokens)
         here = np.flatnonzero((last_rows >= start) & (last_rows < stop))
         if len(here):
-            rows = reader.read_rows(0, start, stop, layout.VERIFIER, (0,))
-            bits = planes.merge(rows.exponent[0], rows.sign_mantissa[0])[last_rows[here] - start]
+            bits = reader.read_states(0, start, stop, layout.VERIFIER, (0,))[last_rows[here] - start, 0]
             agreement: Agreement = check.compare(bits, top1[here])
             report.fidelity_exact += agreement.exact
             report.fidelity_near_ties += agreement.near_ties
@@ -240,8 +240,7 @@ def _compare_with_data(cache: Path, check: TeacherCheck, report: VerifyReport) -
         if not len(rows):
             continue
         start = int(reader.starts[sample])
-        states = reader.read_rows(int(reader.part_of[sample]), start, start + len(ids), layout.VERIFIER, (0,))
-        bits = planes.merge(states.exponent[0], states.sign_mantissa[0])[rows]
+        bits = reader.read_states(int(reader.part_of[sample]), start, start + len(ids), layout.VERIFIER, (0,))[rows, 0]
         report.teacher_equals_data += int((check.top1(bits) == ids[1:][rows]).sum())
         report.teacher_tokens += len(rows)
         left -= len(rows)

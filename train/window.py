@@ -38,8 +38,8 @@ def cut_windows(cache_S: np.ndarray, part_S: np.ndarray, start_S: np.ndarray, wi
     return Windows(cache_S[first].astype(np.int32), first, stop, window_of)
 
 
-def epoch_order(windows: Windows, *, seed: int, epoch: int, pool_windows: int, shuffle: bool, rank: int, world_size: int) -> np.ndarray:
-    """The samples that `rank` visits in `epoch`, in order: int64.
+def epoch_pools(windows: Windows, *, seed: int, epoch: int, pool_windows: int, shuffle: bool, rank: int, world_size: int) -> list[np.ndarray]:
+    """The samples that `rank` visits in `epoch`, in order, pool by pool: int64 each.
 
     Windows are shuffled and dealt to the ranks in turn; each rank takes its windows in pools of `pool_windows` and shuffles
     the samples within a pool. Depends on nothing but the arguments. Without shuffle: storage order.
@@ -47,8 +47,8 @@ def epoch_order(windows: Windows, *, seed: int, epoch: int, pool_windows: int, s
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(windows.first)) if shuffle else np.arange(len(windows.first))
     mine = order[rank::world_size]
-    samples = []
+    pools = []
     for begin in range(0, len(mine), pool_windows):
         pool = np.concatenate([np.arange(windows.first[w], windows.stop[w]) for w in mine[begin : begin + pool_windows]])
-        samples.append(np.random.default_rng((seed, epoch, rank, begin)).permutation(pool) if shuffle else pool)
-    return np.concatenate(samples) if samples else np.empty(0, np.int64)
+        pools.append(np.random.default_rng((seed, epoch, rank, begin)).permutation(pool) if shuffle else pool)
+    return pools

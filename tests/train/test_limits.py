@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from builders import link_parts
 
-from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import Sample
 from dflash_cache.extract.writer import CacheWriter, open_cache
 from dflash_cache.train import reader as module
@@ -51,6 +49,20 @@ for epoch in range(3):
 print(tokens, *after)
 """
 
+UNDER_A_GIGABYTE = """
+import resource, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from dflash_cache.train.loader import RowLoader
+from dflash_cache.train.reader import CacheReader
+
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+reader = CacheReader(Path(sys.argv[1]))
+loader = RowLoader([reader], layer_ids=None, row_tokens=2048, need_verifier=True, seed=0, buffer_bytes=400 << 20)
+print(sum(batch.num_tokens for batch in loader.epoch(0)), sum(part.manifest.stored_bytes for part in reader.parts))
+"""
+
 
 @pytest.fixture
 def no_fsync(monkeypatch):
@@ -64,16 +76,7 @@ def test_a_thousand_parts_are_read_under_a_limit_of_256_files(tmp_path, make, no
     sample = make.sample(0, 5, spec)
     writer.add(sample)
     writer.close()
-    first = cache / "parts/00000000-0000"
-    for number in range(1, PARTS):  # the same files under other names, each with a manifest of its own
-        part = cache / "parts" / f"{number:08d}-0000"
-        shutil.copytree(first, part, copy_function=os.link)
-        document = json.loads((part / "zarr.json").read_text())
-        body = document["attributes"]["dflash"] | {"part": part.name}
-        body.pop("digest")
-        document["attributes"]["dflash"] = body | {"digest": digest_bytes(canonical(body))}
-        (part / "zarr.json").unlink()
-        (part / "zarr.json").write_bytes(canonical(document))
+    link_parts(cache, PARTS)
     done = subprocess.run([sys.executable, "-c", READ_ALL, str(cache)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     samples, total, most = map(int, done.stdout.split())
@@ -98,6 +101,23 @@ def test_memory_does_not_grow_from_epoch_to_epoch_over_300_megabytes(tmp_path, m
     tokens, first, _, third = map(int, done.stdout.split())
     assert tokens == 96 * 512
     assert third - first < 20_000
+
+
+def test_a_cache_of_four_gigabytes_is_read_under_a_limit_of_one(tmp_path, make, no_fsync):
+    spec, cache = make.spec(hidden=4096, layer_ids=(0, 1, 2, 3, 4), chunk_tokens=512, part_tokens=1 << 20), tmp_path / "c"
+    open_cache(cache, spec)
+    writer = CacheWriter(cache, spec)
+    states = make.bits(np.random.default_rng(0).standard_normal((640, 6, 4096)))
+    ids, mask = np.full(640, 5, np.int32), np.ones(640, np.uint8)
+    for number in range(8):
+        writer.add(Sample(number.to_bytes(16, "little"), "d", number, ids, mask, states[:, :-1], states[:, -1], 5, -1))
+    writer.close()
+    link_parts(cache, 24)
+    done = subprocess.run([sys.executable, "-c", UNDER_A_GIGABYTE, str(cache)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokens, stored = map(int, done.stdout.split())
+    assert tokens == 24 * 8 * 640
+    assert stored > 4e9
 
 
 def test_small_arrays_are_kept_up_to_a_bound_and_read_again_when_they_were_dropped(write_cache, monkeypatch):

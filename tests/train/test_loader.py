@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_cache.common import planes
 from dflash_cache.common.errors import InputError
@@ -18,8 +19,9 @@ def make_loader(*caches, **options):
     return RowLoader([CacheReader(cache) for cache in caches], **{"layer_ids": None, "row_tokens": 64, "need_verifier": True, "seed": 0, **options})
 
 
-def states(planes_):
-    return planes.decode(planes_.exponent.numpy(), planes_.sign_mantissa.numpy(), planes_.mantissa_bits)
+def states(tensor):
+    assert tensor.dtype == torch.bfloat16
+    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def test_every_document_arrives_whole_with_its_own_states_tokens_and_following_tokens(write_cache):
@@ -104,18 +106,22 @@ def test_a_document_longer_than_a_row_is_cut_and_its_next_token_is_its_own(write
     assert batch.next_ids_T[39].item() == samples[0].input_ids[40]
 
 
-def test_three_bit_features_stay_packed_until_the_device(write_cache):
+def test_three_bit_features_come_as_the_rounded_values(write_cache):
     cache, _, samples = write_cache(lengths=[30], mantissa_bits=3)
     batch = next(iter(make_loader(cache).epoch(0)))
-    assert batch.features.sign_mantissa.shape == (64, 3, 4)
     assert np.array_equal(states(batch.features)[:30], planes.round_mantissa(samples[0].hidden_states))
 
 
-def test_caches_of_different_precision_or_without_the_layer_are_refused(write_cache):
+def test_caches_of_different_precision_are_read_together(write_cache):
+    one, _, exact = write_cache(lengths=[20], name="one")
+    two, _, rounded = write_cache(lengths=[20], name="two", mantissa_bits=3, seed=5)
+    (batch,) = make_loader(one, two, shuffle=False).epoch(0)
+    assert np.array_equal(states(batch.features)[:20], exact[0].hidden_states)
+    assert np.array_equal(states(batch.features)[20:40], planes.round_mantissa(rounded[0].hidden_states))
+
+
+def test_a_cache_without_the_layer_is_refused(write_cache):
     one, _, _ = write_cache(lengths=[20], name="one")
-    two, _, _ = write_cache(lengths=[20], name="two", mantissa_bits=3)
-    with pytest.raises(InputError, match="mantissa"):
-        make_loader(one, two)
     with pytest.raises(InputError, match="layers"):
         make_loader(one, layer_ids=(1, 3))
 
@@ -126,12 +132,43 @@ def test_each_chunk_is_decoded_about_once_an_epoch(write_cache, monkeypatch):
     cache, _, _ = write_cache(lengths=np.random.default_rng(0).integers(5, 60, 400).tolist(), part_tokens=4000)
     loader = make_loader(cache)
     decoded = []
-    original = module._Shard.decode
+    original = module._Shard.decompressed
     monkeypatch.setattr(
-        module._Shard,
-        "decode",
-        lambda self, number, into, compressed: (decoded.append((str(self.path), number)), original(self, number, into, compressed)),
+        module._Shard, "decompressed", lambda self, number, size: (decoded.append((str(self.path), number)), original(self, number, size))[1]
     )
     for _ in loader.epoch(0):
         pass
+    assert len(set(decoded)) == 4 * sum(part.manifest.num_chunks for part in loader._readers[0].parts)
     assert len(decoded) / len(set(decoded)) < 1.1
+
+
+def test_rows_that_are_still_held_are_never_overwritten_and_those_let_go_are_used_again(write_cache):
+    cache, _, _ = write_cache(lengths=[64] * 40)
+    loader = make_loader(cache)
+    held = list(loader.epoch(0))
+    before = [batch.features.clone() for batch in held]
+    places = {batch.features.data_ptr() for batch in held}
+    assert len(places) == len(held)
+    again = list(loader.epoch(0))
+    assert all(torch.equal(one.features, two) for one, two in zip(held, before, strict=True))
+    assert not places & {batch.features.data_ptr() for batch in again}
+    del held, again
+    free = {owner.ctypes.data for kept in loader._free.values() for owner in kept}
+    assert places <= free
+    assert {batch.features.data_ptr() for batch in loader.epoch(1)} <= free
+
+
+def test_an_epoch_that_is_left_early_spoils_no_later_one(write_cache):
+    cache, _, _ = write_cache(lengths=LENGTHS * 40, part_tokens=2000)
+    loader = make_loader(cache)
+    wanted = [batch.features.clone() for batch in make_loader(cache).epoch(1)]
+    for _ in range(5):
+        next(iter(loader.epoch(0)))
+        assert all(torch.equal(batch.features, right) for batch, right in zip(loader.epoch(1), wanted, strict=True))
+
+
+def test_a_small_buffer_changes_the_order_but_no_sample(write_cache):
+    cache, _, _ = write_cache(lengths=LENGTHS * 40, part_tokens=2000)
+    small, large = make_loader(cache, buffer_bytes=1), make_loader(cache)
+    assert small._windows.window_of.max() > large._windows.window_of.max()
+    assert sorted(s for row in row_ids(small) for s in row) == sorted(s for row in row_ids(large) for s in row)

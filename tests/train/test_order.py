@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_cache.train.packer import pack
-from dflash_cache.train.window import cut_windows, epoch_order
+from dflash_cache.train.window import cut_windows, epoch_pools
 
 
 def windows_of(lengths, window_tokens=64):
@@ -34,15 +34,17 @@ def test_windows_cross_neither_parts_nor_caches():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_share_every_sample_exactly_once(world_size, shuffle):
     windows = windows_of(np.random.default_rng(0).integers(1, 50, 200))
-    orders = [epoch_order(windows, seed=1, epoch=2, pool_windows=3, shuffle=shuffle, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert sorted(np.concatenate(orders).tolist()) == list(range(200))
+    common = {"seed": 1, "epoch": 2, "pool_windows": 3, "shuffle": shuffle, "world_size": world_size}
+    pools = [pool for rank in range(world_size) for pool in epoch_pools(windows, rank=rank, **common)]
+    assert sorted(np.concatenate(pools).tolist()) == list(range(200))
 
 
 def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
     windows = windows_of([10] * 100)
 
     def order(**change):
-        return epoch_order(windows, **{"seed": 1, "epoch": 0, "pool_windows": 4, "shuffle": True, "rank": 0, "world_size": 1, **change}).tolist()
+        given = {"seed": 1, "epoch": 0, "pool_windows": 4, "shuffle": True, "rank": 0, "world_size": 1, **change}
+        return np.concatenate(epoch_pools(windows, **given)).tolist()
 
     np.random.seed(3)
     first = order()

@@ -19,11 +19,10 @@ def test_the_mapped_reader_equals_plain_zarr(write_cache):
     reader = CacheReader(cache)
     for number, part in enumerate(reader.parts):
         group = zarr.open_group(part.path, mode="r")
-        exponent = group["hidden_states/exponent"][...]
-        rows = reader.read_rows(number, 5, 27, layout.HIDDEN_STATES, (0, 2))
-        assert np.array_equal(rows.exponent, exponent[5:27, [0, 2]].transpose(1, 0, 2))
-        verifier = reader.read_rows(number, 0, part.manifest.tokens, layout.VERIFIER, (0,))
-        assert np.array_equal(verifier.sign_mantissa[0], group[f"{layout.VERIFIER}/sign_mantissa"][...])
+        exponent, mantissa = (group[f"hidden_states/{plane}"][5:27][:, [0, 2]] for plane in layout.PLANES)
+        assert np.array_equal(reader.read_states(number, 5, 27, layout.HIDDEN_STATES, (0, 2)), planes.merge(exponent, mantissa))
+        exponent, mantissa = (group[f"{layout.VERIFIER}/{plane}"][...] for plane in layout.PLANES)
+        assert np.array_equal(reader.read_states(number, 0, part.manifest.tokens, layout.VERIFIER, (0,))[:, 0], planes.merge(exponent, mantissa))
 
 
 def test_a_drafter_of_fewer_layers_opens_fewer_files(write_cache):
