@@ -87,7 +87,7 @@ def main() -> None:
         verified = {name: dflash("verify", folder / name) for name in ("vllm", "transformers", "generated")}
         errors, same, compared = compare(folder / "vllm", folder / "transformers")
         settings = ["--set", "data.row_tokens=2048", "--set", "model.num_layers=2", "--set", "loss.anchors_per_row=128", "--set", "run.log_every=1"]
-        settings += ["--set", f"optim.steps={options.steps}", "--set", "run.tensorboard=false"]
+        settings += ["--set", f"optim.steps={options.steps}", "--set", "run.trackers=[]"]
         losses = {}
         for attention in ("auto", "dense"):
             run = folder / f"run-{attention}"

@@ -89,7 +89,7 @@ def main() -> None:
             "optim.steps": options.steps,
             "run.log_every": 5,
             "run.checkpoint_every": 10**9,
-            "run.tensorboard": False,
+            "run.trackers": [],
         }
         config = load(TrainConfig, file=None, overrides=options.set, fixed=fixed)
         summary = run(config, [Path(folder, "cache")], Path(folder, "run"))

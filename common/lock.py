@@ -64,7 +64,9 @@ def only_writer(cache: Path) -> Iterator[None]:
         try:
             held = Hold(cache, shared=False)
         except BlockingIOError:
-            raise InputError("another extraction is writing into it", place=f"--cache {cache}", fix="wait for it, or use another folder") from None
+            raise InputError(
+                "another extraction is writing into it", place=f"--cache {cache}", found=_holder(cache), fix="wait for it, or use another folder"
+            ) from None
     try:
         _wait_for_writers(cache)
         yield
@@ -84,6 +86,18 @@ def _wait_for_writers(cache: Path) -> None:
                 raise InputError(
                     f"a writer of an earlier extraction has been at work for another {PATIENCE_SECONDS:.0f} seconds",
                     place=f"--cache {cache}",
+                    found=_holder(folder),
                     fix="end the process that still has its partial/ folder open",
                 ) from None
             time.sleep(0.05)
+
+
+def _holder(folder: Path) -> str | None:
+    """Who has the lock of `folder`; None where the kernel does not tell (another machine, another kind of system)."""
+    try:
+        status = folder.stat()
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return next((f"process {words[4]} of this machine" for words in locks if words[1] == "FLOCK" and words[5] == wanted), None)
+    except (OSError, IndexError):
+        return None

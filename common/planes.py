@@ -87,10 +87,10 @@ def encode(bits: np.ndarray, mantissa_bits: int) -> tuple[np.ndarray, np.ndarray
 
 def decode(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int) -> np.ndarray:
     """Undo `encode`: uint16 bit patterns of the shape of `exponent`, which may be any."""
-    out = np.empty(exponent.shape, np.uint16)
+    out: np.ndarray = np.empty(exponent.shape, np.uint16)
     if out.size:
-        flat = [np.ascontiguousarray(plane).reshape(-1, plane.shape[-1]) for plane in (exponent, sign_mantissa)]
-        merge_into(*flat, mantissa_bits, out.reshape(-1, out.shape[-1]))
+        high, low = (np.ascontiguousarray(plane).reshape(-1, plane.shape[-1]) for plane in (exponent, sign_mantissa))
+        merge_into(high, low, mantissa_bits, out.reshape(-1, out.shape[-1]))
     return out
 
 

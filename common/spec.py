@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -76,9 +77,17 @@ class TextSpec(Config):
     tokenizer_hash: str
     """sha256 of the tokenizer's files."""
     chat_template_hash: str
-    """sha256 of the chat template."""
+    """sha256 of the chat template; empty when there is none."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that every row's rendering was given."""
     max_length: int = Field(gt=0)
     """Longest document, tokens."""
+    overlong: Literal["reject", "truncate"] = "reject"
+    """What was done with longer ones."""
+    supervise: Literal["all", "assistant", "last"] = "assistant"
+    """Which tokens of a conversation may be learned from."""
+    turns: Literal["all", "each"] = "all"
+    """each: every assistant turn ends a sample of its own."""
 
 
 class GenerationSpec(Config):
@@ -251,7 +260,7 @@ def read_bounded(path: Path, fix: str = "") -> tuple[bytes, dict[str, Any]]:
         if status.st_size > MAX_JSON_BYTES:
             raise CacheDamaged("is larger than any such file can be", place=place, found=f"{status.st_size} bytes", fix=fix)
         data = path.read_bytes()
-        document = json.loads(data)
+        document = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except OSError as error:
         raise CacheDamaged("is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}", place=place, fix=fix) from None
     except (ValueError, RecursionError) as error:
@@ -259,6 +268,12 @@ def read_bounded(path: Path, fix: str = "") -> tuple[bytes, dict[str, Any]]:
     if not isinstance(document, dict):
         raise CacheDamaged("must be a JSON object", place=place, found=type(document).__name__, fix=fix)
     return data, document
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text} is no finite number")
 
 
 def check_same_settings(cache: Path, existing: CacheSpec, wanted: CacheSpec) -> None:

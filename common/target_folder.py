@@ -54,11 +54,11 @@ def _check_file(folder: Path, name: str, files: dict[str, object]) -> None:
     if inside.is_absolute() or ".." in inside.parts:
         raise CacheDamaged("the seal names a file outside of the folder", place=str(folder / SEAL), found=name)
     way = [folder.joinpath(*inside.parts[: depth + 1]) for depth in range(len(inside.parts))]
-    if name not in files or not way or any(path.is_symlink() for path in way) or not way[-1].is_file():
-        raise CacheDamaged("the file is missing", place=str(folder / name), expected="a plain file, as the seal lists it")
     try:
+        if name not in files or not way or any(path.is_symlink() for path in way) or not way[-1].is_file():
+            raise CacheDamaged("the file is missing", place=str(folder / name), expected="a plain file, as the seal lists it")
         size, digest = digest_file(way[-1])
     except OSError as error:
-        raise CacheDamaged(f"cannot be read: {error.strerror}", place=str(way[-1])) from None
+        raise CacheDamaged(f"cannot be read: {error.strerror}", place=str(folder / name)) from None
     if {"size": size, "xxh3_128": digest} != files[name]:
         raise CacheDamaged("the file is not as it was written", place=str(way[-1]), found=f"{size} bytes, {digest}", expected=f"{files[name]}")

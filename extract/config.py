@@ -8,48 +8,73 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..common.agreement import MAX_DISAGREEMENT
 from ..common.config import Config
 from ..common.spec import Limits
 
 
-class ExtractConfig(Config):
-    """One extraction: a chat dataset in, a feature cache out."""
+class RowsConfig(Config):
+    """What is read from the datasets and how a row is understood."""
 
     model: str = Field(min_length=1)
     """The target: a local folder, or a model's name on the Hugging Face hub."""
+    data: tuple[str, ...] = Field(min_length=1)
+    """Datasets, each perhaps with an amount: PATH, PATTERN, FOLDER or hub NAME[@CONFIG][:SPLIT], then :20000 rows or :25%."""
+    limit: int | None = Field(None, gt=0)
+    """Take only the first so many rows of all datasets together; None takes all."""
+    data_format: Literal["messages", "sharegpt", "alpaca", "prompt-response", "text", "tokens"] | None = None
+    """The shape of the rows; None finds it out row by row."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The dataset's name of a column, by ours: {"prompt": "question"}."""
+    roles: dict[str, str] = Field(default_factory=dict)
+    """What a role of the dataset stands for: {"bot": "assistant"}."""
+    chat_template: Path | None = None
+    """A Jinja file instead of the target's own chat template."""
+    template_args: dict[str, object] = Field(default_factory=dict)
+    """Arguments for the chat template, for example {"enable_thinking": False}; a row's own `chat_template_kwargs` win."""
+    max_length: int = Field(4096, gt=1)
+    """Longest document, tokens; with an answer to be written the prompt and the answer together."""
+    max_new_tokens: int = Field(512, gt=0)
+    """Longest answer that the target writes, tokens."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of its answers; 0 is greedy."""
+    seed: int = Field(0, ge=0)
+    """Of the rows of a share, the order of the samples and of sampling."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    engine_args: dict[str, object] = Field(default_factory=dict)
+    """Passed to vLLM's engine as they are."""
+
+
+class ExtractConfig(RowsConfig):
+    """One extraction: a chat dataset in, a feature cache out."""
+
     layers: tuple[int, ...] | None = None
     """Blocks whose output is stored, 0-based; None is the DFlash choice round(linspace(1, n - 3, 5))."""
     verifier_layer: int | None = None
     """The block whose raw output is the verifier state; None is the last block."""
     force_verifier_layer: bool = False
     """Accept a verifier layer that is not the last block."""
-    data: tuple[str, ...] = Field(min_length=1)
-    """Datasets: paths of .jsonl, .json, .parquet or .arrow files, or Hugging Face dataset names (NAME or NAME:SPLIT)."""
     cache: Path
     """The folder of the feature cache."""
-    max_length: int = Field(4096, gt=1)
-    """Longest document, tokens; with `generate` the prompt and the answer together."""
-    limit: int | None = Field(None, gt=0)
-    """Take only the first so many rows; None takes all."""
+    supervise: Literal["all", "assistant", "last"] = "assistant"
+    """Which tokens of a conversation are learned from: all, the assistant's, or those of its last turn."""
+    turns: Literal["all", "each"] = "all"
+    """all: a conversation is one sample; each: every assistant turn ends a sample of its own."""
+    overlong: Literal["reject", "truncate"] = "reject"
+    """What is done with documents over `max_length`."""
+    min_supervised: int = Field(1, ge=1)
+    """Documents with fewer supervised tokens, after the cut, are rejected."""
+    max_rejects: float = Field(0.5, ge=0, le=1)
+    """The run stops before the engine starts when a larger share of the rows is rejected."""
     engine: Literal["vllm", "transformers"] = "vllm"
     """What runs the target; transformers is the slow reference."""
     generate: bool = False
     """Let the target write the last assistant turn instead of taking the data's."""
-    max_new_tokens: int = Field(512, gt=0)
-    """Longest generated answer, tokens."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of generated answers; 0 is greedy."""
     mantissa_bits: Literal[7, 3] = 7
     """Mantissa bits kept in the features; 7 is lossless."""
-    seed: int = Field(0, ge=0)
-    """Of the order of the samples and of sampling."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    engine_args: dict[str, object] = Field(default_factory=dict)
-    """Passed to vLLM's engine as they are."""
     chunk_tokens: int = Field(Limits.model_fields["chunk_tokens"].default, gt=0)
     """Tokens in a chunk of one layer."""
     part_tokens: int = Field(Limits.model_fields["part_tokens"].default, gt=0)
@@ -70,31 +95,24 @@ class ExtractConfig(Config):
             raise ValueError("must name a folder")
         return value
 
+    @model_validator(mode="after")
+    def _fits(self) -> ExtractConfig:
+        unused = [name for name in ("supervise", "turns", "overlong", "min_supervised") if getattr(self, name) != type(self).model_fields[name].default]
+        if self.generate and unused:
+            raise ValueError(f"{', '.join(unused)} concern answers that the data has; with generate the target's own are learned from, whole")
+        if self.turns == "each" and self.supervise != "assistant":
+            raise ValueError(f"turns each learns from one assistant turn a sample, which supervise {self.supervise} contradicts")
+        return self
 
-class ServeConfig(Config):
+
+class ServeConfig(RowsConfig):
     """Served evaluation: the same prompts with and without a drafter in vLLM."""
 
-    model: str = Field(min_length=1)
-    """The target: a local folder, or a model's name on the Hugging Face hub."""
     drafter: Path
     """An exported drafter's folder (`dflash export`, format zlab)."""
-    data: tuple[str, ...] = Field(min_length=1)
-    """Prompts, in the same forms as for extraction."""
     max_new_tokens: int = Field(256, gt=0)
     """Longest answer, tokens."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    limit: int | None = Field(None, gt=0)
-    """Take only the first so many rows; None takes all."""
     concurrency: int = Field(8, gt=0)
     """Requests served at once (vLLM's max_num_seqs)."""
-    max_length: int = Field(4096, gt=1)
-    """Longest prompt and answer together, tokens."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    engine_args: dict[str, object] = Field(default_factory=dict)
-    """Passed to vLLM's engine as they are."""
     num_speculative_tokens: int | None = Field(None, gt=0)
     """Tokens drafted at once; None is block_size - 1 of the drafter's config."""
-    seed: int = Field(0, ge=0)
-    """Of sampling."""

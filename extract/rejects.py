@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,18 +33,17 @@ def count_reasons(rejects: Iterable[Reject]) -> dict[str, int]:
 
 
 def _kind(reason: str) -> str:
-    words = reason.split(":")[0].split()
-    return " ".join("N" if word.strip(".,()").isdigit() else word for word in words)
+    return re.sub(r"\d+", "N", reason.split(":")[0])
 
 
-def save_rejects(cache: Path, rejects: Iterable[Reject], looked_at: Collection[tuple[str, int]]) -> None:
-    """Write `rejects.jsonl`: this run's, and those of earlier runs about rows that this run did not look at.
+def save_rejects(cache: Path, rejects: Iterable[Reject], looked_at: Container[tuple[str, int]]) -> None:
+    """Write `rejects.jsonl`: this run's, and those of earlier runs about rows (source, number) that this run did not look at.
 
     Raises DiskFull, InputError when it may not be written, CacheDamaged when the present one cannot be read.
     """
     path = cache / layout.REJECTS
     kept = [reject for reject in load_rejects(cache) if (reject.source, reject.row) not in looked_at]
-    lines = sorted({*kept, *rejects}, key=lambda reject: (reject.source, reject.row))
+    lines = sorted({*kept, *rejects}, key=lambda reject: (reject.source, reject.row, reject.reason))
     if lines or path.exists():
         with guard_writing(path):
             atomic.write_bytes(path, "".join(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in lines).encode())

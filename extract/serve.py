@@ -19,9 +19,12 @@ from typing import Any
 from ..common.errors import DflashError, InputError, RunFailed
 from ..common.progress import ProgressBar
 from .config import ServeConfig
-from .conversation import parse_conversation
-from .dataset import check_sources, read_rows
+from .conversation import Conversation
+from .dataset import read_rows
+from .prepare import parse
 from .rejects import Reject, RowRejected, count_reasons
+from .shapes import check_reading
+from .sources import parse_sources
 from .target import read_target
 from .tokens import ConversationTokenizer, eos_token_ids, load_tokenizer
 from .vllm_setup import EngineLog, check_engine_args, cpu_arguments, model_length, quiet_environment, vllm_version
@@ -96,11 +99,14 @@ def evaluate_served(config: ServeConfig) -> ServedResult:
     """Serve the prompts twice. Raises InputError for wrong input, RunFailed when a server dies."""
     vllm_version()
     check_engine_args(config.engine_args)
-    check_sources(config.data)
+    parse_sources(config.data)
+    check_reading(config.data_format, config.columns, config.roles)
     speculative = config.num_speculative_tokens or _block_size(config.drafter) - 1
     target = read_target(config.model, trust_remote_code=config.trust_remote_code)
     config = config.model_copy(update={"max_length": model_length(target, config.max_length, config.trust_remote_code)})
-    tokenizer = load_tokenizer(target.folder, trust_remote_code=config.trust_remote_code, place=f"--model {config.model}")
+    tokenizer = load_tokenizer(
+        target.folder, trust_remote_code=config.trust_remote_code, place=f"--model {config.model}", chat_template=config.chat_template
+    )
     prompts, rejects = _prompts(config, tokenizer)
     if not prompts:
         lines = "".join(f"\n  - {count} x {reason}" for reason, count in rejects.items())
@@ -162,13 +168,14 @@ def _block_size(drafter: Path) -> int:
 
 
 def _prompts(config: ServeConfig, tokenizer: Any) -> tuple[list[list[int]], dict[str, int]]:
-    converter = ConversationTokenizer(tokenizer, (), config.max_length)
+    converter = ConversationTokenizer(tokenizer, (), config.max_length, template_args=config.template_args)
     prompts, rejects = [], []
-    for row in read_rows(config.data, config.limit):
+    for row in read_rows(config.data, config.limit, config.seed):
         try:
-            if row.reject is not None:
-                raise RowRejected(row.reject)
-            prompts.append(converter.prompt(parse_conversation(row.value)).tolist())
+            found = parse(row, config)
+            if not isinstance(found.value, Conversation):
+                raise RowRejected(f"a row of shape {found.shape} holds no question to answer")
+            prompts.append(converter.prompt(found.value).tolist())
         except RowRejected as rejected:
             rejects.append(Reject(row.source, row.number, str(rejected)))
     return prompts, count_reasons(rejects)

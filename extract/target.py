@@ -16,6 +16,7 @@ from typing import Any
 from ..common.errors import InputError
 from ..common.fingerprint import sha256_files
 from ..common.spec import TargetSpec
+from .parameters import active_parameters
 
 INDEX_FILE = "model.safetensors.index.json"
 HASHED_PIECES, HASHED_PIECE_BYTES = 16, 4096
@@ -40,6 +41,8 @@ class Target:
     """The file of every tensor."""
     revision: str | None
     """Commit of the model repository, when known."""
+    active_parameters: int = 0
+    """Parameters that multiply a token, embedding and head aside."""
 
 
 def read_target(name: str, *, trust_remote_code: bool = False, quantization: str | None = None) -> Target:
@@ -82,7 +85,7 @@ def read_target(name: str, *, trust_remote_code: bool = False, quantization: str
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         quantization=None if quantized is None else str(quantized),
     )
-    return Target(name, folder, spec, embedding_key, head_key, norm_keys, weight_files, revision)
+    return Target(name, folder, spec, embedding_key, head_key, norm_keys, weight_files, revision, active_parameters(with_head, text))
 
 
 def find_folder(name: str) -> tuple[Path, str | None]:

@@ -33,6 +33,8 @@ def write_target_files(cache: Path, target: Target, tokenizer: Any) -> None:
             for name in COPIED_FILES:
                 if (target.folder / name).is_file():
                     shutil.copyfile(target.folder / name, sibling / name)
+            if isinstance(tokenizer.chat_template, str):  # the one in use, which may be the user's own
+                (sibling / CHAT_TEMPLATE_FILES[0]).write_text(tokenizer.chat_template, encoding="utf-8")
             _write_head(sibling / layout.HEAD_FILE, target)
             atomic.write_json(sibling / layout.TOKENS_JSON, token_table(target, tokenizer))
             target_folder.seal(sibling)

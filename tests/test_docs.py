@@ -22,7 +22,7 @@ def field_table() -> str:
         for name, field in inner.model_fields.items():
             default = "null" if field.default is None else str(field.default).lower() if isinstance(field.default, bool) else field.default
             text = (field.description or "").replace("\n", " ").replace("|", "\\|")
-            lines.append(f"| `{section}.{name}` | {default} | {text} |")
+            lines.append(f"| `{section}.{field.alias or name}` | {default} | {text} |")
     return "\n".join(lines)
 
 

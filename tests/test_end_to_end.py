@@ -18,7 +18,7 @@ TRAIN = {
     "loss.anchors_per_row": 128,
     "optim.lr": 5e-3,
     "optim.steps": 500,
-    "run.tensorboard": False,
+    "run.trackers": [],
     "run.dtype": "float32",
 }
 LONELY = """

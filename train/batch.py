@@ -1,6 +1,6 @@
 """Batch: one packed row of T tokens as tensors, and how samples become one.
 
-In: samples' planes and tokens from the reader, in the order of the packing plan. Out: a Batch on the CPU (`to` moves it).
+In: samples' states and tokens from the reader, in the order of the packing plan. Out: a Batch on the CPU (`to` moves it).
 Owns what each position means; knows nothing of anchors, masks or the model. T tokens, K selected layers, H hidden size.
 """
 
@@ -13,23 +13,6 @@ import torch
 
 PADDING = -1
 """Document number of a padded position."""
-
-
-@dataclass(frozen=True)
-class Planes:
-    """States as stored: two uint8 tensors that `features.merge_planes` turns into bfloat16."""
-
-    exponent: torch.Tensor
-    """uint8 [..., H]."""
-    sign_mantissa: torch.Tensor
-    """uint8 [..., H], or [..., H / 2] when 3 mantissa bits are kept."""
-    mantissa_bits: int
-    """7 or 3."""
-
-    def to(self, device: torch.device) -> Planes:
-        """The same on `device`."""
-        exponent, sign_mantissa = (plane.to(device, non_blocking=True) for plane in (self.exponent, self.sign_mantissa))
-        return replace(self, exponent=exponent, sign_mantissa=sign_mantissa)
 
 
 @dataclass(frozen=True)
@@ -48,10 +31,10 @@ class Batch:
     """int64 [T]: the token that follows row t in its document, the sample's `next_token` after its last row; -1 if none."""
     next_supervised_T: torch.Tensor
     """bool [T]: that following token may be learned from."""
-    features: Planes
-    """[T, K, H]: the drafter's layers, ascending."""
-    verifier: Planes | None
-    """[T, H]: raw output of the target's last block; None when the run needs none."""
+    features: torch.Tensor
+    """bfloat16 [T, K, H]: the drafter's layers, ascending; 0 on padding."""
+    verifier: torch.Tensor | None
+    """bfloat16 [T, H]: raw output of the target's last block; None when the run needs none."""
     sample_ids: tuple[tuple[int, int], ...]
     """(cache number, sample number) of each document, in order."""
     sources: tuple[str, ...]
@@ -69,6 +52,4 @@ class Batch:
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor):
                 moved[field.name] = value.to(device, non_blocking=True)
-            elif isinstance(value, Planes):
-                moved[field.name] = value.to(device)
         return replace(self, **moved)

@@ -5,15 +5,23 @@ Owns values and what can be checked without a cache. Imports nothing heavy, so t
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ..common.config import Config
 
 LayerType = Literal["full_attention", "sliding_attention"]
+Term = Literal["ce", "kl", "reverse-kl", "tv", "lk", "lk-hybrid"]
+TOKEN_TERMS = frozenset({"ce", "tv"})
+"""Terms that say something of their own when the label is one token: kl and lk then equal ce, reverse-kl is infinite."""
 Device = str
 ComputeType = Literal["auto", "bfloat16", "float32"]
+ParameterGroup = Literal["layers", "inputs", "norms"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+MAX_WEIGHT = 100
+"""Of a cache: a larger one is a slip of the pen, and an epoch is planned in memory."""
 
 
 class DataConfig(Config):
@@ -23,6 +31,16 @@ class DataConfig(Config):
     """Tokens in a packed row (T). A longer document is cut to it."""
     seed: int = Field(default=0, ge=0)
     """Of the order of samples."""
+    weights: tuple[float, ...] | None = None
+    """How often each cache's samples are read in an epoch, in the order of --cache; of 0.5, another half each epoch. None: once."""
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the samples that is held out for evaluation, chosen by each sample's own key. Not with --eval-cache."""
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> DataConfig:
+        if self.weights is not None and not (all(0 <= weight <= MAX_WEIGHT for weight in self.weights) and any(self.weights)):
+            raise ValueError(f"weights must lie in 0..{MAX_WEIGHT} and not all be 0, not {list(self.weights)}")
+        return self
 
 
 class ModelConfig(Config):
@@ -54,6 +72,10 @@ class ModelConfig(Config):
     """Attention of each layer. None: all full."""
     max_position_embeddings: int | None = Field(default=None, ge=1)
     """Longest context that the export declares, tokens. None: the target's."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens that the drafter can propose: the most frequent supervised ones. None: the whole vocabulary."""
+    sample_from_anchor: bool = False
+    """Slot 0 drafts too: slot k proposes the token at a+1+k, B of them a block. No engine serves this form of DFlash yet."""
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
@@ -71,11 +93,17 @@ class LossConfig(Config):
     """What is learned, and from which positions."""
 
     label: Literal["teacher", "data", "soft"] = "teacher"
-    """teacher: the target's most likely token; data: the text's own token; soft: the target's whole distribution (KL)."""
-    position_weights: Literal["exp", "none"] = "exp"
-    """exp: slot k weighs exp(-(k-1)/gamma); none: all slots weigh the same."""
+    """teacher: the target's most likely token; data: the text's own token; soft: the target's whole distribution."""
+    terms: dict[Term, float] | None = None
+    """What is added up, with factors: ce, tv; with label soft also kl, reverse-kl, lk, lk-hybrid. None: {ce: 1}, for label soft {kl: 1}."""
+    lk_eta: float = Field(default=3.0, ge=0)
+    """lk-hybrid: how soon it turns from kl to tv as acceptance grows; arXiv 2602.23881."""
+    position_weights: Literal["exp", "dpace", "none"] = "exp"
+    """exp: slot k weighs exp(-(k-1)/gamma); dpace: by what the slot adds to the expected accepted length; none: all the same."""
     gamma: float = Field(default=4.0, gt=0)
     """Decay of the slot weights, in slots. The paper: 7, 5, 4 for blocks of 16, 10, 8; arXiv 2602.06036."""
+    dpace_alpha: float = Field(default=0.5, gt=0, le=1)
+    """Smoothing of the drafter's confidence in dpace: (1-alpha) * confidence + alpha; arXiv 2605.18810."""
     anchors_per_document: int = Field(default=512, ge=1)
     """Blocks drawn from a document at most."""
     anchors_per_row: int = Field(default=1024, ge=1)
@@ -83,39 +111,102 @@ class LossConfig(Config):
     chunk_slots: int | None = Field(default=None, ge=1)
     """Slots whose logits exist at the same time. None: 2048 on a GPU, 128 on a CPU (caches)."""
     feature_noise: float = Field(default=0.0, ge=0)
-    """Half-width of uniform noise on the input of `fc`; verifier states are never touched."""
+    """Noise on the input of `fc`: half-width of uniform, standard deviation of gaussian; verifier states are never touched."""
+    feature_noise_kind: Literal["uniform", "gaussian"] = "uniform"
+    """Distribution of that noise."""
+
+    @model_validator(mode="after")
+    def _terms_fit_the_label(self) -> LossConfig:
+        if self.terms is None:
+            return self
+        if not self.terms or not all(0 < factor < math.inf for factor in self.terms.values()):
+            raise ValueError(f"terms needs at least one term and factors above 0, not {self.terms}")
+        vain = sorted(set(self.terms) - TOKEN_TERMS)
+        if self.label != "soft" and vain:
+            raise ValueError(
+                f"terms {', '.join(vain)} compare distributions, but label {self.label} is one token, for which kl and lk equal ce and "
+                f"reverse-kl is infinite; use label soft, or terms out of {', '.join(sorted(TOKEN_TERMS))}"
+            )
+        return self
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """`terms`, resolved."""
+        return {str(name): factor for name, factor in self.terms.items()} if self.terms is not None else {"kl" if self.label == "soft" else "ce": 1.0}
+
+    @property
+    def weights_text(self) -> str:
+        """The weights of slots, for people."""
+        return {
+            "exp": f"exp(-(k-1)/gamma), gamma {self.gamma}",
+            "dpace": f"dpace, alpha {self.dpace_alpha} (gamma {self.gamma} is not used)",
+            "none": f"all 1 (gamma {self.gamma} is not used)",
+        }[self.position_weights]
+
+
+class InitConfig(Config):
+    """What the drafter starts from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, serialize_by_alias=True)
+
+    source: str | None = Field(default=None, alias="from")
+    """A drafter's folder (run, checkpoint, z-lab or speculators export), or `target:FOLDER` for the target's own layers. None: random."""
+    target_blocks: tuple[int, ...] | None = None
+    """With `target:`, the target's block for each drafter layer, 0-based. None: evenly spread from first to last."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> InitConfig:
+        if self.target_blocks is not None and not (self.source or "").startswith("target:"):
+            raise ValueError("target_blocks needs from=target:FOLDER")
+        return self
 
 
 class OptimConfig(Config):
-    """AdamW, its schedule, and how long."""
+    """The optimizer, its schedule, and how long."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: everywhere; muon: Muon on the matrices of the decoder layers, AdamW on `fc` and the norms."""
     lr: float = Field(default=6e-4, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Muon's steps are scaled to the size of AdamW's, so that one rate serves both."""
+    lr_factors: dict[ParameterGroup, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Factor of the learning rate for a group: layers (matrices of the decoder layers), inputs (`fc`), norms. Missing: 1."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon (Nesterov's form)."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """On matrices; never on norms."""
+    """On matrices; never on norms. Decoupled: each step takes away lr * weight_decay of a weight."""
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
     """Share of the steps in which the learning rate rises linearly."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """What follows the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """What follows the warm-up. wsd: constant, then a fall over the last `decay_ratio` of the steps."""
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps in which wsd falls."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the cosine ends, as a share of the peak."""
+    """Where cosine, linear and wsd end, as a share of the peak."""
     clip_norm: float = Field(default=1.0, gt=0)
-    """Largest norm of the whole gradient."""
+    """Largest norm of the whole gradient, over all processes."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of the running mean of the weights, which evaluation and export then take. None: no such mean."""
     epochs: float = Field(default=6.0, gt=0)
     """Passes over the data; fractions allowed. Not used when `steps` is given."""
     steps: int | None = Field(default=None, ge=1)
     """Optimizer steps. None: as many as `epochs` gives."""
-    accumulate_rows: int = Field(default=1, ge=1)
-    """Rows in an optimizer step."""
+    accumulate_rows: int | None = Field(default=None, ge=1)
+    """Rows in an optimizer step, of all processes together. None: one for each process of the run's first start."""
+    accumulate_tokens: int | None = Field(default=None, ge=1)
+    """Instead: rows are added to a step until they hold so many tokens, padding aside."""
 
     @model_validator(mode="after")
-    def _betas_fit(self) -> OptimConfig:
+    def _fits(self) -> OptimConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), not {self.betas}")
+        if self.accumulate_rows is not None and self.accumulate_tokens is not None:
+            raise ValueError("accumulate_rows and accumulate_tokens exclude each other")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(f"warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} of wsd exceed 1 together")
         return self
 
 
@@ -142,8 +233,34 @@ class RunConfig(Config):
     """Compile the drafter with torch.compile."""
     teacher_cache_bytes: int = Field(default=1 << 30, ge=0)
     """Memory for the teacher's tokens, kept per sample so that later epochs skip the teacher head; emptied when full."""
-    tensorboard: bool = True
-    """Also write TensorBoard events."""
+    activation_checkpointing: bool = False
+    """Compute each decoder layer again in the backward pass instead of keeping what it needs: less memory, for long rows."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl. wandb, trackio and mlflow may use the network; each is a package of its own."""
+    log_samples: bool = False
+    """Also write samples.jsonl: the samples of every step, in order, as [cache, sample]."""
+
+
+class DistributedConfig(Config):
+    """Several processes, started by torchrun. None of it changes what is learned."""
+
+    mode: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
+    """ddp: every process holds all weights; fsdp2: each holds its share of them. auto: ddp when there are several processes."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long a process waits for the others before it gives up."""
+
+
+class HeldOutConfig(Config):
+    """Evaluation during training, on samples that are not trained on."""
+
+    every: int = Field(default=500, ge=1)
+    """Optimizer steps between evaluations; the last step is always evaluated."""
+    samples: int = Field(default=256, ge=1)
+    """Documents evaluated at most."""
+    patience: int | None = Field(default=None, ge=1)
+    """The run stops after so many evaluations in a row without a better tau. None: never."""
+    chunk_blocks: int = Field(default=256, ge=1)
+    """Blocks drafted at the same time; bounds memory, changes no result."""
 
 
 class TrainConfig(Config):
@@ -153,12 +270,18 @@ class TrainConfig(Config):
     """Rows."""
     model: ModelConfig = ModelConfig()
     """Drafter."""
+    init: InitConfig = InitConfig()
+    """First weights."""
     loss: LossConfig = LossConfig()
     """Objective."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     run: RunConfig = RunConfig()
     """Everything else."""
+    distributed: DistributedConfig = DistributedConfig()
+    """Several processes."""
+    eval: HeldOutConfig = HeldOutConfig()
+    """Held-out evaluation."""
 
 
 class EvalConfig(Config):

@@ -113,7 +113,8 @@ class Rotary:
 
 
 class Drafter(nn.Module):
-    """11 tensors a layer and 3 more; no embedding and no head, which are the target's."""
+    """11 tensors a layer and 3 more; no embedding and no head, which are the target's. With a pruned vocabulary also `d2t`,
+    int64 [D], not trained: which rows of the target's head are used (see `draft_head`)."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -122,6 +123,9 @@ class Drafter(nn.Module):
         self.fc = Linear(len(spec.target_layer_ids) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        kept = spec.draft_vocab_size
+        self.d2t: torch.Tensor | None
+        self.register_buffer("d2t", None if kept is None else torch.zeros(kept, dtype=torch.int64))
 
     def initialize(self, generator: torch.Generator) -> Drafter:
         """Draw every matrix from N(0, 0.02); norms are 1. generator: on the CPU."""

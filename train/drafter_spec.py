@@ -60,6 +60,10 @@ class DrafterSpec(Config):
     """The target's head multiplies logits by this."""
     logit_softcap: float | None = None
     """The target's head bounds logits by this."""
+    draft_vocab_size: int | None = Field(default=None, gt=0)
+    """Rows of the head that the drafter uses; which, stands in its tensor `d2t`. None: all."""
+    sample_from_anchor: bool = False
+    """Slot 0 drafts too."""
 
     @model_validator(mode="after")
     def _fits(self) -> DrafterSpec:
@@ -69,11 +73,24 @@ class DrafterSpec(Config):
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
         if len(self.layer_types) != self.num_layers or (SLIDING in self.layer_types and self.sliding_window is None):
             raise ValueError("layer_types and sliding_window do not fit num_layers")
-        if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)) or self.target_layer_ids[-1] >= self.num_target_layers:
-            raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} is no ascending choice of {self.num_target_layers} blocks")
+        ids = self.target_layer_ids
+        if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= self.num_target_layers:
+            raise ValueError(f"target_layer_ids {list(ids)} is no ascending choice of {self.num_target_layers} blocks")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size >= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} prunes nothing of a vocabulary of {self.vocab_size}")
         return self
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that a block drafts, S: B - 1, or B when slot 0 drafts too."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def num_parameters(self) -> int:
@@ -121,6 +138,8 @@ def resolve(model: ModelConfig, spec: CacheSpec, shape: TargetShape, mask_token_
             vocab_size=target.vocab_size,
             logit_scale=target.logit_scale,
             logit_softcap=target.logit_softcap,
+            draft_vocab_size=model.draft_vocab_size,
+            sample_from_anchor=model.sample_from_anchor,
             **sizes,
         )
     except ValueError as error:

@@ -21,6 +21,7 @@ from .anchors import Anchors, candidate_rows, pad_anchors
 from .batch import Batch
 from .config import EvalConfig
 from .device import Compute, resolve_compute
+from .draft_head import DraftHead, draft_head
 from .drafter import Drafter
 from .drafter_spec import DrafterSpec
 from .export import load_drafter
@@ -65,7 +66,7 @@ class EvalResult:
 
         def walked(of: Walk) -> dict[str, Any]:
             rates = [accepted / of.steps if of.steps else 0.0 for accepted in of.accepted_at]
-            proposed = of.steps * (self.block_size - 1)
+            proposed = of.steps * len(of.accepted_at)
             return {"tau": of.tau, "steps": of.steps, "accepted": of.accepted, "proposed": proposed, "acceptance_per_slot": rates}
 
         return {
@@ -111,7 +112,7 @@ def evaluate(drafter_path: Path, caches: Sequence[Path], config: EvalConfig | No
     head = TargetHead(readers[0].path, readers[0].spec, compute.device, compute.dtype)
     longest = max(int(reader.lengths.max()) for reader in readers)
     loader = RowLoader(readers, layer_ids=drafter.spec.target_layer_ids, row_tokens=longest, need_verifier=True, seed=0, shuffle=False)
-    tally = _Tally(drafter.spec)
+    tally = Tally(drafter.spec)
     first_of = [sum(reader.num_samples for reader in readers[:cache]) for cache in range(len(readers))]
     documents = min(sum(reader.num_samples for reader in readers), limit or sys.maxsize)
     try:
@@ -151,11 +152,11 @@ class DraftedBlocks:
     row_A: torch.Tensor
     """int64 [A]: anchors, ascending."""
     carries_AS: torch.Tensor
-    """bool [A, B-1]: slots that count."""
+    """bool [A, S]: slots that count."""
     right_AS: torch.Tensor
-    """bool [A, B-1]: equal to the target's most likely token."""
+    """bool [A, S]: equal to the target's most likely token."""
     right_data_AS: torch.Tensor
-    """bool [A, B-1]: equal to the text."""
+    """bool [A, S]: equal to the text."""
 
 
 def draft_row(drafter: Drafter, head: TargetHead, batch: Batch, compute: Compute, chunk_blocks: int) -> tuple[DraftedBlocks, ...]:
@@ -165,10 +166,11 @@ def draft_row(drafter: Drafter, head: TargetHead, batch: Batch, compute: Compute
         return ()
     inputs, done = row_inputs(batch, compute), []
     teacher_T = teacher_tokens(batch, batch.next_supervised_T, head)
+    kept = draft_head(head.head, drafter.d2t)
     for start in range(0, len(rows), chunk_blocks):
         anchors = pad_anchors(rows[start : start + chunk_blocks], chunk_blocks if compute.attention == "flex" else 1)
-        labels = labels_of(batch, anchors, drafter.spec.block_size)
-        predicted_AS = _predict(drafter, head, inputs, anchors, labels.carries_AS, compute)
+        labels = labels_of(batch, anchors, drafter.spec)
+        predicted_AS = _predict(drafter, head, kept, inputs, anchors, labels.carries_AS, compute)
         right_AS = (predicted_AS == teacher_T[labels.teacher_row_AS]) & labels.carries_AS
         right_data_AS = (predicted_AS == labels.data_AS) & labels.carries_AS
         real = anchors.keep_A
@@ -176,23 +178,25 @@ def draft_row(drafter: Drafter, head: TargetHead, batch: Batch, compute: Compute
     return tuple(done)
 
 
-def _predict(drafter: Drafter, head: TargetHead, inputs: RowInputs, anchors: Anchors, carries_AS: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """int64 [A, B-1] on the CPU: the drafter's most likely token of each slot that counts, -1 elsewhere."""
+def _predict(
+    drafter: Drafter, head: TargetHead, draft_head: DraftHead, inputs: RowInputs, anchors: Anchors, carries_AS: torch.Tensor, compute: Compute
+) -> torch.Tensor:
+    """int64 [A, S] on the CPU: the drafter's most likely token of each slot that counts, -1 elsewhere."""
     hidden_QH = draft(drafter, drafter.spec, head, inputs, anchors.to(compute.device), compute)
-    hidden_ASH = hidden_QH.unflatten(0, (len(anchors), drafter.spec.block_size))[:, 1:]
+    hidden_ASH = hidden_QH.unflatten(0, (len(anchors), drafter.spec.block_size))[:, drafter.spec.first_slot :]
     hidden_MH = hidden_ASH[carries_AS.to(compute.device)]
-    tokens = [head.head.logits(part).max(-1).indices.cpu() for part in hidden_MH.split(CACHED_LOGITS_ROWS)]
+    tokens = [draft_head.to_tokens(draft_head.head.logits(part).max(-1).indices).cpu() for part in hidden_MH.split(CACHED_LOGITS_ROWS)]
     predicted_AS = torch.full(carries_AS.shape, -1, dtype=torch.int64)
     predicted_AS[carries_AS] = torch.cat(tokens)
     return predicted_AS
 
 
-class _Tally:
+class Tally:
     """Adds rows up."""
 
     def __init__(self, spec: DrafterSpec) -> None:
-        self.slots = spec.block_size - 1
-        self.counts = self.data_counts = BlockCounts.none(spec.block_size)
+        self.slots, self.block_size = spec.num_drafted, spec.block_size
+        self.counts = self.data_counts = BlockCounts.none(spec.num_drafted)
         self.walk, self.data_walk, self.by_source = Walk(), Walk(), dict[str, Walk]()
         self.documents = self.without = 0
 
@@ -228,6 +232,6 @@ class _Tally:
             data_quality=quality(self.data_counts),
             documents=self.documents,
             documents_without_anchor=self.without,
-            block_size=self.slots + 1,
+            block_size=self.block_size,
             fingerprints=fingerprints,
         )

@@ -57,14 +57,29 @@ def export(source: Path, to: Path, dtype: ExportType = "bfloat16") -> ExportResu
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError("holds something already", place=f"--to {to}", expected="a new or empty folder", fix="choose another folder")
     drafter = load_drafter(source)
+    check_servable(drafter.spec, source)
     kind = getattr(torch, dtype)
-    tensors = {name: tensor.detach().to(kind).contiguous() for name, tensor in drafter.state_dict().items()}
+    tensors = {name: _floats(tensor.detach(), kind).contiguous() for name, tensor in drafter.state_dict().items()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise DflashError("weights are not finite; such a drafter is not exported", place=str(source), found=", ".join(broken[:5]))
     with guard_writing(to):
         _write(drafter, tensors, to, dtype)
     return ExportResult(to, drafter.spec, dtype)
+
+
+def check_servable(spec: DrafterSpec, place: Path) -> None:
+    """Raise InputError for a drafter that the z-lab format cannot describe."""
+    odd = f"a draft vocabulary of {spec.draft_vocab_size} tokens" if spec.draft_vocab_size is not None else ""
+    odd = odd or ("drafting from the anchor (sample_from_anchor)" if spec.sample_from_anchor else "")
+    if odd:
+        fix = "use the speculators format, or train without it; `dflash eval --cache` measures it as it is"
+        raise InputError(f"the z-lab format has no words for {odd}", place=str(place), expected="the speculators format", fix=fix)
+
+
+def _floats(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """`tensor` as `kind`; whole numbers (`d2t`) as they are."""
+    return tensor.to(kind) if tensor.is_floating_point() else tensor
 
 
 def _write(drafter: Drafter, tensors: dict[str, torch.Tensor], to: Path, dtype: ExportType) -> None:
@@ -96,18 +111,19 @@ def load_drafter(path: Path) -> Drafter:
         path = checkpoint.newest(path)
     if (path / checkpoint.STATE).is_file():
         state = checkpoint.load_state(path)
-        return _filled(state.drafter, checkpoint.load_tensors(path, state, checkpoint.MODEL), path)
+        return fill_drafter(state.drafter, checkpoint.load_tensors(path, state, checkpoint.served_weights(state)), path)
     if not (path / CONFIG).is_file():
         raise InputError("holds no drafter", place=str(path), expected="a run folder, a checkpoint or an exported folder", fix="check the path")
-    spec = drafter_from_config(_read_config(path / CONFIG), str(path / CONFIG))
+    spec = drafter_from_config(read_config(path / CONFIG), str(path / CONFIG))
     try:
         tensors = load_file(path / MODEL)
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot be read: {error}", place=str(path / MODEL)) from None
-    return _filled(spec, tensors, path)
+    return fill_drafter(spec, tensors, path)
 
 
-def _filled(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Path) -> Drafter:
+def fill_drafter(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Path) -> Drafter:
+    """A float32 drafter of these very tensors. Raises InputError when one is missing, left over or of another shape."""
     with torch.device("meta"):
         drafter = Drafter(spec)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
@@ -119,11 +135,12 @@ def _filled(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Path) ->
         odd += [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in both if expected[name] != found[name]]
         problem = "the tensors are not those of the drafter that the config describes"
         raise InputError(problem, place=str(place), found="; ".join(odd[:6]), expected=f"{len(expected)} tensors")
-    drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=True, assign=True)
+    drafter.load_state_dict({name: _floats(tensor, torch.float32) for name, tensor in tensors.items()}, strict=True, assign=True)
     return drafter
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises InputError."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -134,5 +151,5 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _compare(written: Drafter, tensors: dict[str, torch.Tensor], spec: DrafterSpec) -> None:
-    if written.spec != spec or not all(torch.equal(tensor, tensors[name].float()) for name, tensor in written.state_dict().items()):
+    if written.spec != spec or not all(torch.equal(tensor, _floats(tensors[name], torch.float32)) for name, tensor in written.state_dict().items()):
         raise DflashError("what was written does not read back equal; the folder was not published", place="export")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..common import layout, planes
+from ..common.errors import InputError
 from .reader import CacheReader, Part
 
 NORM_CHUNKS = 8
@@ -240,3 +241,13 @@ def _norms(reader: CacheReader) -> list[LayerNorms]:
         rms = float(np.sqrt(squares / max(count, 1)))
         norms.append(LayerNorms(name, rms, largest, not_finite, remark(rms, largest)))
     return norms
+
+
+def sample_tokens(cache: Path, number: int) -> tuple[str, int, np.ndarray, np.ndarray, int]:
+    """(source, row, input_ids [T], loss_mask [T], next token or -1) of sample `number`. Raises InputError when there is no such."""
+    reader = CacheReader(cache)
+    if number >= reader.num_samples:
+        raise InputError("no such sample", place=f"--sample {number}", expected=f"0..{reader.num_samples - 1}")
+    part = int(reader.part_of[number])
+    row = int(reader.column(part, "source_row")[number - int(np.searchsorted(reader.part_of, part))])
+    return reader.source(number), row, reader.tokens(number, "input_ids"), reader.tokens(number, "loss_mask"), reader.next_token(number)

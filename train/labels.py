@@ -1,8 +1,9 @@
 """Labels: which position teaches each slot, what the text says there, and whether the slot carries loss.
 
-In: anchors and what each position of the row means. Out: [A, B-1] tables for slots 1..B-1 (slot 0 is the anchor itself and
-carries no loss). Slot k of anchor a sits at position a+k; its teacher is the state of row r = a+k-1, the row from which the
-target predicts position a+k when it verifies the block. Pure functions.
+In: anchors and what each position of the row means. Out: [A, S] tables of the S drafted slots: the j-th token drafted at
+anchor a is that of position a+1+j, and its teacher is row a+j, from which the target predicts that position when it verifies
+the block. By default slots 1..B-1 draft (slot 0 is the anchor and carries no loss): slot k = j+1 proposes the token of its own
+position a+k, and row a+k-1 teaches it. When slot 0 drafts too, slot k = j proposes the token after its own. Pure functions.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import torch
 
 @dataclass(frozen=True)
 class SlotLabels:
-    """For slots 1..B-1 of A anchors."""
+    """For the S drafted slots of A anchors."""
 
     teacher_row_AS: torch.Tensor
-    """int64 [A, B-1]: the row whose verifier state teaches the slot; the anchor's own where there is none."""
+    """int64 [A, S]: the row whose verifier state teaches the slot; the anchor's own where there is none."""
     data_AS: torch.Tensor
-    """int64 [A, B-1]: the text's own token at the slot; -1 where there is none."""
+    """int64 [A, S]: the text's own token there; -1 where there is none."""
     carries_AS: torch.Tensor
-    """bool [A, B-1]: the slot carries loss."""
+    """bool [A, S]: the slot carries loss."""
 
 
 def slot_labels(
-    anchor_A: torch.Tensor, keep_A: torch.Tensor, document_T: torch.Tensor, next_ids_T: torch.Tensor, next_supervised_T: torch.Tensor, block_size: int
+    anchor_A: torch.Tensor,
+    keep_A: torch.Tensor,
+    document_T: torch.Tensor,
+    next_ids_T: torch.Tensor,
+    next_supervised_T: torch.Tensor,
+    num_drafted: int,
 ) -> SlotLabels:
     """Tables of all slots. anchor_A: int64, rows; keep_A: bool, False on padding.
 
@@ -34,8 +40,8 @@ def slot_labels(
     drafter would be asked to reach from this anchor.
     """
     length = len(document_T)
-    offset_S = torch.arange(block_size - 1, device=anchor_A.device)
-    row_AS = anchor_A[:, None] + offset_S  # slot k = offset + 1, teacher row a + k - 1 = a + offset
+    offset_S = torch.arange(num_drafted, device=anchor_A.device)
+    row_AS = anchor_A[:, None] + offset_S  # the first drafted token is verified against the target's output at the anchor itself
     inside_AS = row_AS < length
     row_AS = torch.where(inside_AS, row_AS, anchor_A[:, None])
     supervised_AS = inside_AS & (document_T[row_AS] == document_T[anchor_A][:, None]) & next_supervised_T[row_AS]

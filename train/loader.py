@@ -1,7 +1,7 @@
 """RowLoader: packed rows as Batches, in a seeded order, read ahead by threads.
 
-In: readers, the windows' order and the packing plan. Out: Batches on the CPU. A row depends only on (seed, epoch, rank,
-world size) and its number, so a resumed run repeats exactly. Knows nothing of the model.
+In: readers, the windows' order and the packing plan. Out: Batches on the CPU. A row depends only on (seed, epoch) and its
+number, so a resumed run repeats exactly, and processes may share an epoch's rows as they like. Knows nothing of the model.
 
 Each chunk is decoded once a pool of windows and its rows go straight to their places in the rows of tokens that hold them;
 nothing decoded is kept elsewhere. The memory of a row is used again when its Batch is gone.
@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -42,7 +42,9 @@ class RowLoader:
     """Packed rows of several caches of one target.
 
     layer_ids: the drafter's layers, None for all stored. row_tokens: T of every batch. need_verifier: read the verifier
-    states too. Raises InputError when a cache lacks a layer; CacheDamaged when reading finds damage.
+    states too. numbers: of each reader, the cache's number in `sample_ids`; None: 0, 1, ... chosen: of an epoch, which samples
+    are read, bool [samples of all readers]; None: all. Raises InputError when a cache lacks a layer; CacheDamaged when reading
+    finds damage.
     """
 
     def __init__(
@@ -54,15 +56,16 @@ class RowLoader:
         need_verifier: bool,
         seed: int,
         shuffle: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
+        numbers: Sequence[int] | None = None,
+        chosen: Callable[[int], np.ndarray] | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._readers = list(readers)
         self._slots = [layer_slots(layer_ids, reader.spec.layer_ids, str(reader.path)) for reader in self._readers]
         self._need_verifier = need_verifier
         self._row_tokens = row_tokens
-        self._seed, self._shuffle, self._rank, self._world_size = seed, shuffle, rank, world_size
+        self._seed, self._shuffle, self._chosen = seed, shuffle, chosen
+        self._numbers = tuple(numbers) if numbers is not None else tuple(range(len(self._readers)))
         counts = [reader.num_samples for reader in self._readers]
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
         self._cache_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -79,45 +82,41 @@ class RowLoader:
         window_chunks = min(max(share * row_tokens // chunk, 1), WINDOW_CHUNKS)
         self._pool_windows = min(max(share * row_tokens // (chunk * window_chunks), 1), POOL_WINDOWS)
         self._windows = cut_windows(self._cache_of, self._parts, self._starts, chunk * window_chunks)
-        self._plans: dict[tuple[int, int], RowPlan] = {}
+        self._plans: dict[int, RowPlan] = {}
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="dflash-read")
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def rows_per_epoch(self, epoch: int) -> int:
-        """Rows of an epoch, the same on every rank: ranks with fewer samples end on empty rows."""
-        return max(len(self._plan(epoch, rank)) for rank in range(self._world_size))
+        """Rows of an epoch."""
+        return len(self._plan(epoch))
 
-    def epoch(self, epoch: int, start_row: int = 0) -> Iterator[Batch]:
-        """This rank's rows of `epoch` from number `start_row` on."""
-        plan = self._plan(epoch, self._rank)
-        yield from self._read(plan, self._pools(epoch, self._rank), start_row)
-        for _ in range(max(start_row, len(plan)), self.rows_per_epoch(epoch)):
-            yield self._batch(np.empty(0, np.int64), _Row(self._row_tokens, self._shapes, self._free))
+    def tokens_per_row(self, epoch: int) -> list[int]:
+        """Tokens of each row of an epoch, padding aside."""
+        plan = self._plan(epoch)
+        ends = np.concatenate([[0], np.cumsum(np.minimum(self._lengths[plan.samples], self._row_tokens))])[plan.starts]
+        return np.diff(ends).tolist()
+
+    def epoch(self, epoch: int, start_row: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
+        """The rows of `epoch` from number `start_row` on, or those numbered `rows` (ascending); no chunk is read for others."""
+        plan = self._plan(epoch)
+        return self._read(plan, self._pools(epoch), start_row) if rows is None else self._read(plan.only(rows), self._pools(epoch), 0)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
+    def _pools(self, epoch: int) -> list[np.ndarray]:
+        return epoch_pools(self._windows, seed=self._seed, epoch=epoch, pool_windows=self._pool_windows, shuffle=self._shuffle)
 
-    def _pools(self, epoch: int, rank: int) -> list[np.ndarray]:
-        return epoch_pools(
-            self._windows,
-            seed=self._seed,
-            epoch=epoch if self._shuffle else 0,
-            pool_windows=self._pool_windows,
-            shuffle=self._shuffle,
-            rank=rank,
-            world_size=self._world_size,
-        )
-
-    def _plan(self, epoch: int, rank: int) -> RowPlan:
-        key = (epoch if self._shuffle else 0, rank)
-        if key not in self._plans:
-            if len(self._plans) > 2 * self._world_size:
+    def _plan(self, epoch: int) -> RowPlan:
+        if epoch not in self._plans:
+            if len(self._plans) > 2:
                 self._plans.clear()
-            order = np.concatenate([np.empty(0, np.int64), *self._pools(epoch, rank)])
-            self._plans[key] = pack(order, self._lengths, self._row_tokens, self._open_rows)
-        return self._plans[key]
+            order = np.concatenate(self._pools(epoch))
+            if self._chosen is not None:
+                order = order[self._chosen(epoch)[order]]
+            self._plans[epoch] = pack(order, self._lengths, self._row_tokens, self._open_rows)
+        return self._plans[epoch]
 
     def _read(self, plan: RowPlan, pools: list[np.ndarray], start_row: int) -> Iterator[Batch]:
         """Rows in order. A chunk's task starts when the first row that needs it is near; rows it needs later are begun too."""
@@ -181,7 +180,7 @@ class RowLoader:
             following[here] = np.append(sample_tokens, after)[1 : length + 1]
             following_mask[here] = np.append(sample_mask, after >= 0)[1 : length + 1]
             document[here], position[here] = number, np.arange(length)
-            sample_ids.append((cache, local))
+            sample_ids.append((self._numbers[cache], local))
             sources.append(reader.source(local))
             at += length
         return Batch(

@@ -1,23 +1,27 @@
-"""What a run writes down as it goes: metrics.jsonl, TensorBoard events, and the note beside the progress bar.
+"""What a run writes down as it goes: metrics.jsonl, eval.jsonl, samples.jsonl, trackers, and the note beside the progress bar.
 
-In: what steps add up to. Out: one line for each `log_every` steps, over exactly these steps. On resume, lines of steps that
-will be taken again are dropped.
+In: what steps add up to. Out: one line for each `log_every` steps, over exactly these steps, and one for each evaluation. On
+resume, lines of steps that will be taken again are dropped.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..common import atomic
+from .config import TrainConfig
 from .loss import LossSums
 from .metrics import quality
+from .trackers import Trackers
 
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
+TRACKED = ("loss", "lr", "grad_norm", "accuracy", "streak", "tau", "tau_full", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -56,27 +60,43 @@ class Window:
         return f"loss {loss:.3f}  accuracy {accuracy:.1%}  tau {tau:.2f}  {rate:,.0f} tok/s"
 
 
-class MetricsLog:
-    """Appends to a run's logs. `step` is where the run stands: what was logged after it is dropped first."""
+class JsonLines:
+    """A file of one JSON object a line. Lines after step `step`, and what an interrupted write left, are dropped first."""
 
-    def __init__(self, run: Path, step: int, tensorboard: bool) -> None:
-        self._path = run / METRICS
-        if self._path.is_file():
-            lines = self._path.read_text().splitlines(keepends=True)
+    def __init__(self, path: Path, step: int) -> None:
+        if path.is_file():
+            lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             if len(kept) != len(lines):
-                atomic.write_bytes(self._path, "".join(kept).encode())
-        self._file = open(self._path, "a")  # noqa: SIM115 - closed in __exit__
-        self._board: Any = _board(run / TENSORBOARD, step) if tensorboard else None
+                atomic.write_bytes(path, "".join(kept).encode())
+        self._file = open(path, "a")  # noqa: SIM115 - closed in close
 
-    def __enter__(self) -> MetricsLog:
+    def append(self, line: dict[str, Any]) -> None:
+        """One more line."""
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Make it durable."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class RunLog:
+    """Appends to a run's logs. `step` is where the run stands: what was logged after it is dropped first."""
+
+    def __init__(self, run: Path, step: int, config: TrainConfig) -> None:
+        self._metrics, self._evaluations = JsonLines(run / METRICS, step), JsonLines(run / EVALUATIONS, step)
+        self._samples = JsonLines(run / SAMPLES, step) if config.run.log_samples else None
+        self._trackers = Trackers(config.run.trackers, run, config.model_dump(mode="json"), step)
+
+    def __enter__(self) -> RunLog:
         return self
 
     def write(self, step: int, epoch: int, lr: float, window: Window) -> None:
         """One line for the steps of `window`, which end with `step`; its loss is null when all of them were skipped."""
         if window.sums is None:
-            line: dict[str, Any] = {"step": step, "epoch": epoch, "loss": None, "lr": lr, "tokens": window.tokens, "skipped_steps": window.skipped}
-            self._append(line)
+            self._metrics.append({"step": step, "epoch": epoch, "loss": None, "lr": lr, "tokens": window.tokens, "skipped_steps": window.skipped})
             return
         drafts = quality(window.sums.counts)
         line = {
@@ -91,22 +111,27 @@ class MetricsLog:
             "tokens_per_second": round(window.tokens / window.seconds, 1) if window.seconds else 0.0,
             "skipped_steps": window.skipped,
         }
-        self._append(line)
-        if self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "accuracy", "streak", "tau", "tau_full", "tokens_per_second"):
-                self._board.add_scalar(name, line[name], step)
-            for slot, value in enumerate(drafts.accuracy_per_slot, 1):
-                self._board.add_scalar(f"accuracy_slot/{slot:02d}", value, step)
+        self._metrics.append(line)
+        slots = {f"accuracy_slot/{slot:02d}": value for slot, value in enumerate(drafts.accuracy_per_slot, 1)}
+        self._trackers.log(step, {**{name: line[name] for name in TRACKED}, **slots})
 
-    def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+    def write_evaluation(self, step: int, numbers: dict[str, Any]) -> None:
+        """One line for an evaluation after `step`."""
+        self._evaluations.append({"step": step, **numbers})
+        slots = {f"eval/accuracy_slot/{slot:02d}": value for slot, value in enumerate(numbers["accuracy_per_slot"], 1)}
+        sources = {f"eval/tau/{source}": found["tau"] for source, found in numbers["by_source"].items()}
+        self._trackers.log(step, {**{f"eval/{name}": numbers[name] for name in ("tau", "tau_walk", "accuracy")}, **slots, **sources})
+
+    def write_samples(self, step: int, samples: Sequence[tuple[int, int]]) -> None:
+        """One line with the samples of a step, where the run asks for it."""
+        if self._samples is not None:
+            self._samples.append({"step": step, "samples": [list(sample) for sample in samples]})
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for file in (self._metrics, self._evaluations, self._samples):
+            if file is not None:
+                file.close()
+        self._trackers.close()
 
 
 def last_means(run: Path) -> tuple[float, float, float] | tuple[None, None, None]:
@@ -116,9 +141,3 @@ def last_means(run: Path) -> tuple[float, float, float] | tuple[None, None, None
         if line["loss"] is not None:
             return line["loss"], line["accuracy"], line["tau"]
     return None, None, None
-
-
-def _board(folder: Path, step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
-
-    return SummaryWriter(str(folder), purge_step=step + 1)

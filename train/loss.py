@@ -1,19 +1,19 @@
-"""The loss: weighted cross-entropy, or KL to the teacher's distribution, of the slots that carry it; sums that add up.
+"""The loss: the weighted sum over the slots that carry it, made in chunks; sums that add up.
 
-In: the drafter's output for M such slots, the target's head, labels and weights. Out: the weighted sum of losses and the
-predicted tokens. The chunked form makes each chunk's gradient in the forward pass, so that only a chunk's logits ever exist;
-`plain_loss` is its slow twin. Nothing is divided here: the sum of weights is, once, by who takes the step.
+In: the drafter's output for M such slots, the head, what teaches them and how slots are weighed. Out: the weighted sum of
+losses and the predicted tokens. Each chunk's gradient is made in the forward pass, so that only a chunk's logits ever exist.
+Nothing is divided here: the sum of weights is, once, by who takes the step. The terms themselves are in `loss_terms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from .loss_terms import distribution_terms, token_terms
 from .metrics import BlockCounts
 
 
@@ -32,10 +32,10 @@ class LossSums:
         return LossSums(self.loss_sum + other.loss_sum, self.weight_sum + other.weight_sum, self.counts + other.counts)
 
     @classmethod
-    def none(cls, block_size: int, device: torch.device | None = None) -> LossSums:
-        """Sums of nothing."""
+    def none(cls, num_slots: int, device: torch.device | None = None) -> LossSums:
+        """Sums of nothing, for blocks that draft `num_slots` tokens."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(zero, zero, BlockCounts.none(block_size, device))
+        return cls(zero, zero, BlockCounts.none(num_slots, device))
 
     @property
     def mean(self) -> float:
@@ -67,43 +67,44 @@ class Head:
         return (grad_MV.to(self.weight_VH.dtype) @ self.weight_VH) * self.scale
 
 
-def slot_weights(block_size: int, kind: str, gamma: float) -> torch.Tensor:
-    """float32 [B-1]: exp(-(k-1)/gamma) for slot k = 1..B-1 ("exp"), or ones ("none")."""
-    distance = torch.arange(block_size - 1, dtype=torch.float64)
-    return torch.exp(-distance / gamma).float() if kind == "exp" else torch.ones(block_size - 1)
-
-
-def plain_loss(
-    logits_MV: torch.Tensor, weight_M: torch.Tensor, label_M: torch.Tensor | None = None, teacher_MV: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Sum over slots of weight * cross-entropy with `label_M`, or weight * KL(teacher || drafter) with teacher logits."""
-    if label_M is not None:
-        return (F.cross_entropy(logits_MV, label_M, reduction="none") * weight_M).sum()
-    assert teacher_MV is not None
-    log_teacher_MV = torch.log_softmax(teacher_MV, -1)
-    return ((log_teacher_MV.exp() * (log_teacher_MV - torch.log_softmax(logits_MV, -1))).sum(-1) * weight_M).sum()
-
-
 TeacherLogits = Callable[[slice], torch.Tensor]
 """Teacher logits [m, V] of a slice of the M slots."""
+Weigh = Callable[[torch.Tensor], torch.Tensor]
+"""Weights [M], float32, of M slots from the drafter's probability of each label [M]."""
+
+
+@dataclass(frozen=True)
+class SlotLosses:
+    """What M slots come to."""
+
+    loss: torch.Tensor
+    """float64: sum of weight * loss; differentiable in the hidden states only."""
+    predicted_M: torch.Tensor
+    """int64: the drafter's most likely token."""
+    label_M: torch.Tensor
+    """int64: the token that counts as right."""
+    weight_M: torch.Tensor
+    """What each slot weighed; a constant to autograd."""
 
 
 def chunked_loss(
     hidden_MH: torch.Tensor,
     head: Head,
-    weight_M: torch.Tensor,
+    weigh: Weigh,
     *,
     chunk_slots: int,
+    factors: Mapping[str, float],
+    lk_eta: float = 3.0,
     label_M: torch.Tensor | None = None,
     teacher: TeacherLogits | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss sum, predicted tokens int64 [M], label tokens int64 [M]); the loss is differentiable in `hidden_MH` only.
+) -> SlotLosses:
+    """The terms of `factors` for M slots, `chunk_slots` of them at a time.
 
-    Give `label_M` for cross-entropy or `teacher` for KL; with a teacher the label tokens are its most likely ones.
+    Give `label_M` for a loss against tokens or `teacher` for one against distributions; with a teacher the label tokens are
+    its most likely ones unless `label_M` is given too.
     """
-    assert (label_M is None) != (teacher is None)
-    loss, predicted_M, labels_M = _ChunkedLoss.apply(hidden_MH, head, weight_M, chunk_slots, label_M, teacher)
-    return loss, predicted_M, labels_M
+    assert label_M is not None or teacher is not None
+    return SlotLosses(*_ChunkedLoss.apply(hidden_MH, head, weigh, chunk_slots, factors, lk_eta, label_M, teacher))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -112,44 +113,49 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden_MH: torch.Tensor,
         head: Head,
-        weight_M: torch.Tensor,
+        weigh: Weigh,
         chunk_slots: int,
+        factors: Mapping[str, float],
+        lk_eta: float,
         label_M: torch.Tensor | None,
         teacher: TeacherLogits | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
         grad_MH = torch.empty_like(hidden_MH) if wants_gradient else None
-        predicted, labels = [], []
-        total = torch.zeros((), dtype=torch.float64, device=hidden_MH.device)
+        none = torch.empty(0, dtype=torch.int64, device=hidden_MH.device)
+        predicted, labels, losses, confidences = [none], [none], [none.float()], [none.float()]
         for start in range(0, len(hidden_MH), chunk_slots):
             part = slice(start, min(start + chunk_slots, len(hidden_MH)))
-            weight_m = weight_M[part]
             logits_mV = head.logits(hidden_MH[part])
-            log_p_mV = torch.log_softmax(logits_mV, -1)
             predicted.append(logits_mV.max(-1).indices)
-            if label_M is not None:
-                label_m = label_M[part]
-                loss_m = -log_p_mV.gather(1, label_m[:, None]).squeeze(1)
-                grad_mV = log_p_mV.exp_()
-                grad_mV.scatter_add_(1, label_m[:, None], torch.full_like(label_m[:, None], -1, dtype=grad_mV.dtype))
-            else:
-                assert teacher is not None
-                log_q_mV = torch.log_softmax(teacher(part).to(log_p_mV.dtype), -1)
+            log_p_mV = torch.log_softmax(logits_mV, -1)
+            log_q_mV = torch.log_softmax(teacher(part).to(log_p_mV.dtype), -1) if teacher is not None else None
+            if label_M is None:
+                assert log_q_mV is not None
                 label_m = log_q_mV.max(-1).indices
-                q_mV = log_q_mV.exp()
-                loss_m = (q_mV * (log_q_mV - log_p_mV)).sum(-1)
-                grad_mV = log_p_mV.exp_().sub_(q_mV)
+            else:
+                label_m = label_M[part]
             labels.append(label_m)
-            total += (loss_m * weight_m).sum(dtype=torch.float64)
+            confidences.append(log_p_mV.gather(1, label_m[:, None]).squeeze(1).exp())
+            if log_q_mV is None:
+                loss_m, grad_mV = token_terms(factors, log_p_mV, label_m)
+            else:
+                loss_m, grad_mV = distribution_terms(factors, lk_eta, log_p_mV, log_q_mV, label_m)
+            losses.append(loss_m)
             if grad_MH is not None:
-                grad_MH[part] = head.backward(grad_mV, logits_mV) * weight_m[:, None]  # in float32 at least, then rounded once
+                grad_MH[part] = head.backward(grad_mV, logits_mV)
+        weight_M = weigh(torch.cat(confidences))
+        total = torch.zeros((), dtype=torch.float64, device=hidden_MH.device)
+        for weighted_m in (torch.cat(losses) * weight_M).split(chunk_slots):
+            total += weighted_m.sum(dtype=torch.float64)
+        if grad_MH is not None:
+            grad_MH.mul_(weight_M[:, None])  # in float32 at least, then rounded
         ctx.save_for_backward(*([grad_MH] if grad_MH is not None else []))
-        none = torch.empty(0, dtype=torch.int64, device=hidden_MH.device)
-        predicted_M, labels_M = torch.cat([none, *predicted]), torch.cat([none, *labels])
-        ctx.mark_non_differentiable(predicted_M, labels_M)
-        return total, predicted_M, labels_M
+        predicted_M, labels_M = torch.cat(predicted), torch.cat(labels)
+        ctx.mark_non_differentiable(predicted_M, labels_M, weight_M)
+        return total, predicted_M, labels_M, weight_M
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         (grad_MH,) = ctx.saved_tensors
-        return grad_MH * grad.to(grad_MH.dtype), None, None, None, None, None
+        return grad_MH * grad.to(grad_MH.dtype), None, None, None, None, None, None, None

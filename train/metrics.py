@@ -1,6 +1,6 @@
 """How good drafts are: accuracy per slot, and how many leading slots of a block are right.
 
-In: which slots are right and which count, [A, B-1]. Out: counts that add up over rows, ranks and steps; numbers only at the
+In: which slots are right and which count, [A, S] for the S drafted slots of a block. Out: counts that add up over rows, ranks and steps; numbers only at the
 end. Everything is counted per block first and averaged afterwards, never made from products of averages. Pure functions.
 """
 
@@ -17,9 +17,9 @@ class BlockCounts:
     """Sums over blocks that have at least one slot that counts. Add with +."""
 
     right_S: torch.Tensor
-    """int64 [B-1]: right slots, by slot number 1..B-1."""
+    """int64 [S]: right slots, in the order of drafting."""
     count_S: torch.Tensor
-    """int64 [B-1]: slots that count."""
+    """int64 [S]: slots that count."""
     streak_sum: torch.Tensor
     """int64: leading right slots, summed over blocks. A slot that does not count ends the block; it is not a mistake."""
     blocks: torch.Tensor
@@ -33,9 +33,9 @@ class BlockCounts:
         return BlockCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @classmethod
-    def none(cls, block_size: int, device: torch.device | None = None) -> BlockCounts:
-        """Counts of no block."""
-        slots, one = (torch.zeros(size, dtype=torch.int64, device=device) for size in ((block_size - 1,), ()))
+    def none(cls, num_slots: int, device: torch.device | None = None) -> BlockCounts:
+        """Counts of no block that drafts `num_slots` tokens."""
+        slots, one = (torch.zeros(size, dtype=torch.int64, device=device) for size in ((num_slots,), ()))
         return cls(slots, slots, one, one, one, one)
 
 
@@ -64,13 +64,13 @@ class DraftQuality:
     accuracy: float
     """Share of right slots."""
     accuracy_per_slot: tuple[float, ...]
-    """The same for each slot 1..B-1."""
+    """The same for each drafted slot."""
     streak: float
     """Mean leading right slots of a block; a block cut short by the end of supervision counts with what it has."""
     tau: float
     """streak + 1: with the token that the target adds after each block, as the paper and vLLM count."""
     tau_full: float
-    """tau of the blocks all of whose B-1 slots count, so that cut blocks do not lower it."""
+    """tau of the blocks all of whose drafted slots count, so that cut blocks do not lower it."""
     blocks: int
     """Blocks counted."""
     full_blocks: int
@@ -105,7 +105,7 @@ class Walk:
     accepted: int = 0
     """Draft tokens that the target would have accepted."""
     accepted_at: tuple[int, ...] = ()
-    """Of them, those of slot 1, 2, ..."""
+    """Of them, those of the first, second, ... drafted slot."""
 
     def __add__(self, other: Walk) -> Walk:
         if not self.accepted_at or not other.accepted_at:
@@ -125,7 +125,7 @@ def walk(anchor_rows: list[int], streaks: list[int], num_slots: int) -> Walk:
     after them, and that is the next anchor: a + streak + 1. When it is no anchor, its turn is over (nothing supervised
     follows it, or it is the turn's last token), and the walk goes on at the next turn's first anchor.
 
-    vLLM counts B-1 proposed tokens at every step, and so does this. At a turn's end only tokens up to the end are counted
+    vLLM counts all proposed tokens at every step, and so does this. At a turn's end only tokens up to the end are counted
     as accepted; vLLM counts drafts past it as well when they match, so this is, in the last step of a turn, a lower bound.
     """
     streak_at = dict(zip(anchor_rows, streaks))

@@ -6,6 +6,7 @@ is placed soon after it is read and little of a row stays empty. Owns the plan o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,12 @@ class RowPlan:
     def row(self, number: int) -> np.ndarray:
         """The samples of one row, in their order."""
         return self.samples[self.starts[number] : self.starts[number + 1]]
+
+    def only(self, rows: Sequence[int]) -> RowPlan:
+        """The plan of these rows alone, numbered anew."""
+        members = [self.row(number) for number in rows]
+        ends = np.cumsum([0, *map(len, members)]).astype(np.int64)
+        return RowPlan(np.concatenate([np.empty(0, np.int64), *members]), ends)
 
 
 def pack(samples: np.ndarray, lengths: np.ndarray, row_tokens: int, open_rows: int = OPEN_ROWS) -> RowPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from ..common.spec import CacheSpec
 MAX_OPEN_SHARDS = 128
 """Shard files mapped at once by a reader. Each map holds a file handle, and the usual limit is 1,024 a process."""
 SHARE_OF_HANDLES = 8
-"""A reader takes at most one of so many file handles that the process may have, for there may be several readers."""
+"""A reader takes at most one of so many file handles that the process may have."""
+SHARE_OF_ALL = 2
+"""All readers together take at most one of so many: each of n at most limit / (2 n), for somebody else opens files too."""
 MAX_SMALL_BYTES = 256 << 20
 """Small arrays kept in memory, bytes. A token's id and mask are 5 bytes, so that those of a large cache do not all fit."""
 
@@ -83,7 +86,10 @@ class CacheReader:
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
         self._shards: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
-        self._max_open = max(1, min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE_OF_HANDLES))
+        handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = max(1, min(MAX_OPEN_SHARDS, handles // SHARE_OF_HANDLES))
+        self._max_together = handles // SHARE_OF_ALL
+        _readers.add(self)
         self._small: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
         self._small_bytes = 0
 
@@ -166,7 +172,12 @@ class CacheReader:
     def source(self, sample: int) -> str:
         """The dataset that a sample came from."""
         part = int(self.part_of[sample])
-        return self.parts[part].manifest.sources[int(self.column(part, "source_index")[self._within(sample)])]
+        sources, index = self.parts[part].manifest.sources, int(self.column(part, "source_index")[self._within(sample)])
+        if not 0 <= index < len(sources):
+            raise CacheDamaged(
+                "a value lies out of range", place=str(self.parts[part].path / "source_index"), found=index, expected=f"0..{len(sources) - 1}"
+            )
+        return sources[index]
 
     def token_counts(self) -> np.ndarray:
         """int64 [vocab_size]: how often each token occurs, next tokens included."""
@@ -199,7 +210,7 @@ class CacheReader:
         shard = _Shard(path, self.column(part, layout.CHUNK_CHECKSUMS)[row].copy())
         with self._lock:
             self._shards[key] = shard
-            while len(self._shards) > self._max_open:
+            while len(self._shards) > max(1, min(self._max_open, self._max_together // len(_readers))):
                 self._shards.popitem(last=False)
         return shard
 
@@ -249,6 +260,8 @@ class _Shard:
             )
 
 
+_readers: weakref.WeakSet[CacheReader] = weakref.WeakSet()
+"""Those of this process that somebody still has."""
 _of_thread = threading.local()
 
 

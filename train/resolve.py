@@ -14,17 +14,20 @@ import numpy as np
 
 from ..common.errors import InputError
 from ..common.fingerprint import canonical, differences, digest_bytes
+from ..common.layers import layer_slots
 from .config import TrainConfig
 from .drafter_spec import DrafterSpec, resolve
 from .mask_token import MaskToken, choose, read_tokens
 from .packer import pack
 from .reader import CacheReader
+from .split import EpochSamples, held_out, key_hashes, pick
 from .target_shape import read_target_config, target_shape
+from .trackers import check_installed
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the caches hold, counted from their tokens alone."""
+    """What the first epoch reads, counted from tokens alone. Other epochs differ a little where weights are fractions."""
 
     samples: int
     """Documents."""
@@ -37,7 +40,9 @@ class DataFacts:
     samples_cut: int
     """Documents longer than a row, which are cut to it."""
     rows: int
-    """Packed rows of an epoch; with shuffling the number differs a little from epoch to epoch."""
+    """Packed rows; with shuffling the number differs a little from epoch to epoch."""
+    samples_held_out: int
+    """Documents that are evaluated on."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,29 @@ class RunPlan:
     drafter: DrafterSpec
     mask_token: MaskToken
     facts: DataFacts
+    samples: EpochSamples
+    """What each epoch reads."""
+    held_readers: tuple[CacheReader, ...]
+    """Caches that samples are held out of, or that --eval-cache names; none without evaluation."""
+    held: np.ndarray
+    """bool [samples of `held_readers`]: those that are evaluated on."""
 
     @property
     def steps(self) -> int:
         """Optimizer steps: exact when configured, else about what `epochs` gives."""
-        optim = self.config.optim
-        return optim.steps or max(-(-int(np.ceil(optim.epochs * self.facts.rows)) // optim.accumulate_rows), 1)
+        optim, facts = self.config.optim, self.facts
+        rows = optim.accumulate_rows or 1
+        if optim.accumulate_tokens is not None:
+            rows = max(round(optim.accumulate_tokens * facts.rows / max(facts.tokens, 1)), 1)
+        return optim.steps or max(-(-int(np.ceil(optim.epochs * facts.rows)) // rows), 1)
 
     def caches(self) -> list[dict[str, Any]]:
         """What identifies the data: a resumed run must find the same."""
-        return [
-            {"fingerprint": r.spec.fingerprint, "samples": r.num_samples, "tokens": int(r.lengths.sum()), "parts": _digest(r)} for r in self.readers
-        ]
+        return [_identity(reader) for reader in self.readers]
+
+    def eval_caches(self) -> list[dict[str, Any]]:
+        """The same for what is evaluated on."""
+        return [_identity(reader) for reader in self.held_readers]
 
     def to_dict(self) -> dict[str, Any]:
         """For `--dry-run`."""
@@ -71,6 +87,7 @@ class RunPlan:
             "gamma": self.config.loss.gamma,
             "target": {"model": self.readers[0].spec.provenance.model, "architecture": self.readers[0].spec.settings.target.architecture},
             "caches": [{"path": str(r.path), **facts} for r, facts in zip(self.readers, self.caches())],
+            "eval_caches": [{"path": str(r.path), **facts} for r, facts in zip(self.held_readers, self.eval_caches())],
             "data": vars(self.facts),
             "steps": self.steps,
             "warnings": self.warnings(),
@@ -86,26 +103,41 @@ class RunPlan:
             found.append(f"{self.facts.samples_without_anchor} of {self.facts.samples} samples have no anchor and teach nothing")
         if self.facts.samples_cut:
             found.append(f"{self.facts.samples_cut} samples are longer than data.row_tokens={self.config.data.row_tokens} and are cut")
+        if twice := self._trained_and_evaluated():
+            found.append(f"{twice} of {self.facts.samples_held_out} held-out samples are also in the caches that are trained on")
         return found
+
+    def _trained_and_evaluated(self) -> int:
+        if not self.held_readers or self.config.data.eval_fraction:
+            return 0
+        trained = np.concatenate([key_hashes(reader) for reader in self.readers])
+        return int(np.isin(np.concatenate([key_hashes(reader) for reader in self.held_readers])[self.held], trained).sum())
 
     def summary(self) -> list[str]:
         """The lines that every run starts with."""
         config, spec = self.config, self.drafter
-        decays, count = config.loss.position_weights == "exp", len(spec.target_layer_ids)
-        decay = f"exp(-(k-1)/gamma), gamma {config.loss.gamma}" if decays else f"all 1 (gamma {config.loss.gamma} is not used)"
+        count, terms = len(spec.target_layer_ids), " + ".join(f"{factor:g} {name}" for name, factor in config.loss.factors.items())
         layers, about = ", ".join(map(str, spec.target_layer_ids)), "" if config.optim.steps else "about "
         heads = f"{spec.num_attention_heads}/{spec.num_key_value_heads} heads of {spec.head_dim}"
-        loss, facts = config.loss, self.facts
+        loss, facts, optim = config.loss, self.facts, config.optim
+        size = f"about {optim.accumulate_tokens:,} tokens" if optim.accumulate_tokens else f"{optim.accumulate_rows or 1} rows"
+        held = [f"held out  {facts.samples_held_out:,} samples, every {config.eval.every:,} steps"] if facts.samples_held_out else []
         return [
             f"drafter   {spec.num_layers} layers of {spec.hidden_size}, {heads}, {spec.num_parameters:,} parameters, rope_theta {spec.rope_theta:g}",
             f"fc reads  outputs of blocks {layers} of {spec.num_target_layers} (0-based): {count} x {spec.hidden_size} -> {spec.hidden_size}",
             f"block     {spec.block_size} slots; mask token {spec.mask_token_id} ({self.mask_token.reason})",
-            f"loss      label {loss.label}; slot weights {decay}",
+            f"loss      label {loss.label}; {terms}; slot weights {loss.weights_text}",
             f"anchors   at most {loss.anchors_per_document} a document, {loss.anchors_per_row} a row; {facts.anchors:,} valid in all",
             f"data      {facts.samples:,} samples, {facts.tokens:,} tokens, about {facts.rows:,} rows of {config.data.row_tokens:,} an epoch",
-            f"steps     {about}{self.steps:,} of {config.optim.accumulate_rows} rows; peak learning rate {config.optim.lr:g}",
+            *held,
+            f"steps     {about}{self.steps:,} of {size}; {optim.name}, {optim.schedule}, peak learning rate {optim.lr:g}",
             *(f"note      {line}" for line in self.warnings()),
         ]
+
+
+def _identity(reader: CacheReader) -> dict[str, Any]:
+    tokens = int(reader.lengths.sum())
+    return {"fingerprint": reader.spec.fingerprint, "samples": reader.num_samples, "tokens": tokens, "parts": _digest(reader)}
 
 
 def _digest(reader: CacheReader) -> str:
@@ -113,14 +145,15 @@ def _digest(reader: CacheReader) -> str:
     return digest_bytes(canonical([part.manifest.digest for part in reader.parts]))
 
 
-def dry_run(config: TrainConfig, caches: Sequence[Path]) -> dict[str, Any]:
+def dry_run(config: TrainConfig, caches: Sequence[Path], eval_caches: Sequence[Path] = ()) -> dict[str, Any]:
     """Resolve and validate everything; read no states, write nothing, import no torch."""
-    return make_plan(config, caches).to_dict()
+    return make_plan(config, caches, eval_caches).to_dict()
 
 
-def make_plan(config: TrainConfig, caches: Sequence[Path]) -> RunPlan:
+def make_plan(config: TrainConfig, caches: Sequence[Path], eval_caches: Sequence[Path] = ()) -> RunPlan:
     """Resolve and check. Raises InputError for caches of different targets, layers that are not stored, sizes that cannot be
-    read, a bad mask token, and data without a single anchor; CacheDamaged as the readers do."""
+    read, a bad mask token, a tracker that is not installed, and data without a single anchor; CacheDamaged as the readers do."""
+    check_installed(config.run.trackers)
     if not caches:
         raise InputError("no cache is given", place="--cache", expected="at least one folder written by `dflash extract`")
     readers = tuple(CacheReader(path) for path in caches)
@@ -129,7 +162,10 @@ def make_plan(config: TrainConfig, caches: Sequence[Path]) -> RunPlan:
     mask_token = choose(tokens, [reader.token_counts() for reader in readers], config.model.mask_token_id)
     shape = target_shape(read_target_config(readers[0].path))
     spec = resolve(config.model, readers[0].spec, shape, mask_token.id)
-    facts = count_data(readers, config.data.row_tokens)
+    held = [held_out(reader, config.data.eval_fraction) for reader in readers]
+    samples = EpochSamples(readers, config.data.weights, held, config.data.seed)
+    held_readers, picked = _evaluated(config, readers, held, tuple(CacheReader(path) for path in eval_caches), spec)
+    facts = count_data(samples, config.data.row_tokens, int(picked.sum()))
     if not facts.anchors:
         raise InputError(
             "no sample has an anchor: a supervised token that is followed by another",
@@ -137,7 +173,27 @@ def make_plan(config: TrainConfig, caches: Sequence[Path]) -> RunPlan:
             found=f"{facts.samples} samples",
             fix="look at the loss masks with `dflash inspect`",
         )
-    return RunPlan(config, readers, spec, mask_token, facts)
+    return RunPlan(config, readers, spec, mask_token, facts, samples, held_readers, picked)
+
+
+def _evaluated(
+    config: TrainConfig, readers: Sequence[CacheReader], held: Sequence[np.ndarray], eval_readers: tuple[CacheReader, ...], spec: DrafterSpec
+) -> tuple[tuple[CacheReader, ...], np.ndarray]:
+    """The caches and the samples (bool, over all of these caches) that are evaluated on."""
+    fraction = config.data.eval_fraction
+    if not fraction and not eval_readers:
+        return (), np.zeros(0, bool)
+    if fraction and eval_readers:
+        raise InputError("samples are held out twice", place="--eval-cache, data.eval_fraction", fix="leave one of the two out")
+    if eval_readers:
+        check_same_target((readers[0], *eval_readers), same_layers=False)
+        for reader in eval_readers:
+            layer_slots(spec.target_layer_ids, reader.spec.layer_ids, str(reader.path))
+        return eval_readers, pick(eval_readers, [np.ones(reader.num_samples, bool) for reader in eval_readers], config.eval.samples)
+    picked = pick(readers, held, config.eval.samples)
+    if not picked.any():
+        raise InputError("holds out no sample", place=f"data.eval_fraction={fraction}", found=f"{len(picked)} samples", fix="hold out more")
+    return tuple(readers), picked
 
 
 def check_same_target(readers: Sequence[CacheReader], same_layers: bool) -> None:
@@ -159,17 +215,32 @@ def check_same_target(readers: Sequence[CacheReader], same_layers: bool) -> None
             raise InputError(f"caches that are used together must come from one target:{lines}", place="--cache", fix=fix)
 
 
-def count_data(readers: Sequence[CacheReader], row_tokens: int) -> DataFacts:
-    """Count samples, tokens and valid anchors; from the small arrays only."""
-    anchors = without = 0
-    for reader in readers:
-        for part in range(len(reader.parts)):
-            loss_mask = reader.column(part, "loss_mask").astype(bool)
-            offsets = reader.parts[part].offsets
-            following = np.append(loss_mask[1:], False)
-            following[offsets[1:] - 1] = reader.column(part, "next_token") >= 0
-            valid = np.add.reduceat((loss_mask & following).astype(np.int64), offsets[:-1])
-            anchors, without = anchors + int(valid.sum()), without + int((valid == 0).sum())
-    lengths = np.concatenate([reader.lengths for reader in readers])
-    rows = len(pack(np.arange(len(lengths)), lengths, row_tokens))
-    return DataFacts(len(lengths), int(lengths.sum()), anchors, without, int((lengths > row_tokens).sum()), rows)
+def count_data(samples: EpochSamples, row_tokens: int, held_out_samples: int = 0) -> DataFacts:
+    """Count samples, tokens and valid anchors of the first epoch; from the small arrays only."""
+    valid_of = {reader.path: _valid_anchors(reader) for reader in samples.readers}
+    read = samples.chosen(0)
+    valid = np.concatenate([valid_of[reader.path] for reader in samples.readers])[read]
+    lengths = np.concatenate([reader.lengths for reader in samples.readers])
+    rows = len(pack(np.flatnonzero(read), lengths, row_tokens))
+    lengths = lengths[read]
+    return DataFacts(
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        anchors=int(valid.sum()),
+        samples_without_anchor=int((valid == 0).sum()),
+        samples_cut=int((lengths > row_tokens).sum()),
+        rows=rows,
+        samples_held_out=held_out_samples,
+    )
+
+
+def _valid_anchors(reader: CacheReader) -> np.ndarray:
+    """int64 [S]: valid anchors of each sample."""
+    counts = []
+    for part in range(len(reader.parts)):
+        loss_mask = reader.column(part, "loss_mask").astype(bool)
+        offsets = reader.parts[part].offsets
+        following = np.append(loss_mask[1:], False)
+        following[offsets[1:] - 1] = reader.column(part, "next_token") >= 0
+        counts.append(np.add.reduceat((loss_mask & following).astype(np.int64), offsets[:-1]))
+    return np.concatenate(counts)

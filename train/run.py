@@ -1,94 +1,156 @@
 """A training run: from a configuration and caches to a run folder.
 
-    RUN/run.json          resolved configuration, drafter, caches' fingerprints, versions, machine type
-    RUN/metrics.jsonl     RUN/tensorboard/     RUN/checkpoints/step-NNNNNNNN/
+    RUN/run.json          resolved configuration, drafter, caches' fingerprints; versions, git state, command of each start
+    RUN/metrics.jsonl     RUN/eval.jsonl     RUN/samples.jsonl     RUN/tensorboard/     RUN/checkpoints/step-NNNNNNNN/
 
-In: what `dflash train` was given. Out: a TrainSummary. Torch is imported only once the plan stands.
+In: what `dflash train` was given. Out: a TrainSummary. Torch is imported only once the plan stands. Under torchrun every
+process calls this alike; the first one writes and prints.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..common import atomic
 from ..common.errors import InputError, guard_writing
-from ..common.fingerprint import differences
 from ..common.spec import read_json
 from .config import TrainConfig
+from .launch import Launch, read_launch
+from .record import RUN_JSON, add_life, check_same_run, new_record
 from .resolve import RunPlan, make_plan
 
 if TYPE_CHECKING:
-    from .trainer import TrainSummary
+    from .device import Compute
+    from .dist import Processes
+    from .loader import RowLoader
+    from .summary import TrainSummary
+    from .target_head import TargetHead
+    from .trainer import Evaluate
 
-RUN_JSON = "run.json"
 
-
-def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = False) -> TrainSummary:
+def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = False, eval_caches: Sequence[Path] = ()) -> TrainSummary:
     """Train a drafter into `out`.
 
     Raises InputError when `out` holds something already (unless `resume`), or when a resumed run differs from its first
     start in a setting or in its data, naming it.
     """
-    _check_out(out, resume)
-    plan = make_plan(config, caches)
-    if resume:
-        _check_same_run(out, plan)
-    with guard_writing(out):  # before anything slow is loaded
-        out.mkdir(parents=True, exist_ok=True)
+    launch = read_launch()
+    if launch.first:
+        _check_out(out, resume)
+    config = _with_rows(config, out if resume else None, launch)
+    plan = make_plan(config, caches, eval_caches)
+    if launch.first:
+        if resume:
+            check_same_run(out, plan)
+        with guard_writing(out):  # before anything slow is loaded
+            out.mkdir(parents=True, exist_ok=True)
 
+    from .device import resolve_compute
+    from .dist import device_name, join
+
+    compute = resolve_compute(device_name(launch, config.run.device), config.run.dtype, config.run.attention)
+    with join(launch, config.distributed, compute.device) as processes:
+        return _train(plan, out, resume, compute, processes)
+
+
+def _train(plan: RunPlan, out: Path, resume: bool, compute: Compute, processes: Processes) -> TrainSummary:
     import torch
 
     from . import checkpoint
-    from .device import resolve_compute
-    from .drafter import Drafter
-    from .loader import RowLoader
+    from .drafter_init import first_drafter
     from .seeds import derive_seed
     from .target_head import TargetHead
     from .trainer import Trainer
 
-    compute = resolve_compute(config.run.device, config.run.dtype, config.run.attention)
-    for line in (*plan.summary(), f"computes  on {compute}"):
-        print(line, file=sys.stderr)
+    config = plan.config
+    _say(processes, *plan.summary(), f"computes  on {compute}{_others(config, processes)}")
     head = TargetHead(plan.readers[0].path, plan.readers[0].spec, compute.device, compute.dtype)
-    drafter = Drafter(plan.drafter).initialize(torch.Generator().manual_seed(derive_seed("weights", config.run.seed)))
+    generator = torch.Generator().manual_seed(derive_seed("weights", config.run.seed))
+    fresh = not checkpoint.list_checkpoints(out)
+    drafter, lines = first_drafter(plan.drafter, config.init, plan.readers, head, generator, fresh)
+    _say(processes, *lines)
+    with _rows(plan) as rows, _held_out(plan, head, compute, processes) as evaluate:
+        trainer = Trainer(config, rows, drafter, head, compute, out, processes, evaluate)
+        if processes.first:
+            checkpoint.clear_partial(out)
+        if not fresh:
+            trainer.resume(checkpoint.newest(out))
+        if processes.first and resume:
+            _say(processes, *add_life(out, str(compute), processes.size, trainer.step))
+        elif processes.first:
+            atomic.write_json(out / RUN_JSON, new_record(plan, str(compute), processes.size, trainer.total_steps))
+        return trainer.train()
+
+
+@contextmanager
+def _rows(plan: RunPlan) -> Iterator[RowLoader]:
+    from .loader import RowLoader
+
     rows = RowLoader(
-        plan.readers,
+        plan.samples.readers,
         layer_ids=plan.drafter.target_layer_ids,
-        row_tokens=config.data.row_tokens,
-        need_verifier=config.loss.label != "data",
-        seed=config.data.seed,
+        row_tokens=plan.config.data.row_tokens,
+        need_verifier=plan.config.loss.label != "data",
+        seed=plan.config.data.seed,
+        numbers=plan.samples.numbers,
+        chosen=plan.samples.chosen,
     )
     try:
-        trainer = Trainer(config, rows, drafter, head, compute, out)
-        if not resume:
-            atomic.write_json(out / RUN_JSON, {**_record(plan), "compute": str(compute), "total_steps": trainer.total_steps})
-        checkpoint.clear_partial(out)
-        if checkpoint.list_checkpoints(out):
-            trainer.resume(checkpoint.newest(out))
-        return trainer.train()
+        yield rows
     finally:
         rows.close()
 
 
-def _record(plan: RunPlan) -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors", "numpy", "zarr")}
-    return {
-        "config": plan.config.model_dump(mode="json"),
-        "drafter": plan.drafter.model_dump(mode="json"),
-        "mask_token": {"id": plan.mask_token.id, "reason": plan.mask_token.reason},
-        "caches": plan.caches(),
-        "cache_paths": [str(reader.path.resolve()) for reader in plan.readers],
-        "target": plan.readers[0].spec.provenance.model,
-        "versions": {"dflash-cache": __version__, "python": platform.python_version(), **versions},
-        "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+@contextmanager
+def _held_out(plan: RunPlan, head: TargetHead, compute: Compute, processes: Processes) -> Iterator[Evaluate | None]:
+    if not plan.held_readers:
+        yield None
+        return
+    from .holdout import HeldOut
+    from .loader import RowLoader
+
+    rows = RowLoader(
+        plan.held_readers,
+        layer_ids=plan.drafter.target_layer_ids,
+        row_tokens=plan.config.data.row_tokens,
+        need_verifier=True,
+        seed=0,
+        shuffle=False,
+        chosen=lambda _: plan.held,
+    )
+    try:
+        yield HeldOut(rows, head, compute, plan.config.eval, processes)
+    finally:
+        rows.close()
+
+
+def _with_rows(config: TrainConfig, recorded_in: Path | None, launch: Launch) -> TrainConfig:
+    """`optim.accumulate_rows` resolved: as given, as the run's first start had it, or one row for each process."""
+    if config.optim.accumulate_rows is not None or config.optim.accumulate_tokens is not None:
+        return config
+    rows = launch.size
+    if recorded_in is not None:
+        rows = read_json(recorded_in / RUN_JSON)["config"]["optim"]["accumulate_rows"]
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"accumulate_rows": rows})})
+
+
+def _say(processes: Processes, *lines: str) -> None:
+    if processes.first:
+        for line in lines:
+            print(line, file=sys.stderr)
+
+
+def _others(config: TrainConfig, processes: Processes) -> str:
+    """What there is to say of several processes."""
+    if processes.size == 1:
+        return ""
+    rows = config.optim.accumulate_rows
+    uneven = f"; {rows} rows a step do not go evenly into them, so some wait" if rows is not None and rows % processes.size else ""
+    return f", {processes.size} processes ({processes.mode}){uneven}"
 
 
 def _check_out(out: Path, resume: bool) -> None:
@@ -100,18 +162,3 @@ def _check_out(out: Path, resume: bool) -> None:
     elif out.exists() and any(out.iterdir()):
         fix = "choose another folder, or go on with --resume"
         raise InputError("holds something already", place=f"--out {out}", expected="a new or empty folder", fix=fix)
-
-
-def _check_same_run(out: Path, plan: RunPlan) -> None:
-    recorded, ours = read_json(out / RUN_JSON), _record(plan)
-    for part, what in (("config", "settings"), ("drafter", "drafter sizes"), ("caches", "data")):
-        found = list(differences(_named(recorded.get(part)), _named(ours[part])))
-        if found:
-            lines = "".join(f"\n  - {field}: the run has {have!r}, this command has {want!r}" for field, have, want in found)
-            fix = "resume with the same, or start a new run in another folder"
-            raise InputError(f"the run was started with other {what}:{lines}", place=f"--out {out}", fix=fix)
-
-
-def _named(items: Any) -> Any:
-    """A list as a dict, so that `differences` names the entry."""
-    return {f"cache {number}": item for number, item in enumerate(items)} if isinstance(items, list) else items

@@ -80,7 +80,7 @@ class Scatter:
         table = np.stack([cache, part, chunk, row, at, begin - chunk * size[whose], end - begin], 1)[order]
         borders = np.flatnonzero((np.diff(table[:, :3], axis=0) != 0).any(1)) + 1
         tasks = [
-            ChunkTask(*group[0, :3].tolist(), tuple(Placement(*placement) for placement in group[:, 3:].tolist()))
+            ChunkTask(int(group[0, 0]), int(group[0, 1]), int(group[0, 2]), tuple(Placement(*placement) for placement in group[:, 3:].tolist()))
             for group in np.split(table, borders)
         ]
         return sorted(tasks, key=lambda task: task.first_row)

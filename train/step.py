@@ -7,7 +7,7 @@ gradients and steps are the trainer's. Anchors and labels are made on the CPU; f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,15 +16,16 @@ from .attention import Mask
 from .batch import Batch
 from .config import LossConfig
 from .device import Compute
+from .draft_head import OUTSIDE, DraftHead
 from .drafter_spec import SLIDING, DrafterSpec
-from .features import merge_planes
 from .labels import SlotLabels, slot_labels
-from .loss import LossSums, TeacherLogits, chunked_loss, slot_weights
+from .loss import LossSums, TeacherLogits, Weigh, chunked_loss
 from .masks import block_mask, queries, query_positions, segment_mask
 from .metrics import count_blocks
 from .seeds import derive_seed
+from .slot_weights import dpace_weights, slot_weights
 from .target_head import TargetHead
-from .teacher import TeacherCache, take_rows, teacher_tokens
+from .teacher import TeacherCache, teacher_tokens
 
 ForwardDrafter = Callable[..., torch.Tensor]
 """The drafter, or a compiled form of it."""
@@ -67,11 +68,16 @@ class StepSeeds:
         return cls(**{name: torch.Generator(where).manual_seed(derive_seed(name, seed, step, row, rank)) for name, where in places.items()})
 
 
-def row_inputs(batch: Batch, compute: Compute, noise: float = 0.0, generator: torch.Generator | None = None) -> RowInputs:
-    """Move a row to the device and merge its planes; add uniform noise in [-noise, noise) to the features, and only there."""
-    features_TF = merge_planes(batch.features.to(compute.device)).flatten(1).to(compute.dtype)
+def row_inputs(batch: Batch, compute: Compute, noise: float = 0.0, generator: torch.Generator | None = None, kind: str = "uniform") -> RowInputs:
+    """Move a row to the device; add noise to the features, and only there.
+
+    kind: uniform in [-noise, noise), or gaussian of standard deviation `noise`.
+    """
+    features_TF = batch.features.to(compute.device).flatten(1).to(compute.dtype)
     if noise:
-        features_TF = features_TF + torch.empty_like(features_TF, dtype=torch.float32).uniform_(-noise, noise, generator=generator).to(compute.dtype)
+        empty_TF = torch.empty_like(features_TF, dtype=torch.float32)
+        drawn_TF = empty_TF.uniform_(-noise, noise, generator=generator) if kind == "uniform" else empty_TF.normal_(0, noise, generator=generator)
+        features_TF = features_TF + drawn_TF.to(compute.dtype)
     tokens = (tensor.to(compute.device, non_blocking=True) for tensor in (batch.input_ids_T, batch.document_T, batch.position_T))
     return RowInputs(features_TF, *tokens)
 
@@ -92,9 +98,9 @@ def draft(forward: ForwardDrafter, spec: DrafterSpec, head: TargetHead, row: Row
     return forward(row.features_TF, row.position_T, head.embed(ids_AB.flatten()), positions_Q, masks)
 
 
-def labels_of(batch: Batch, anchors: Anchors, block_size: int) -> SlotLabels:
+def labels_of(batch: Batch, anchors: Anchors, spec: DrafterSpec) -> SlotLabels:
     """Labels of the blocks at `anchors`, all on the CPU."""
-    return slot_labels(anchors.row_A, anchors.keep_A, batch.document_T, batch.next_ids_T, batch.next_supervised_T, block_size)
+    return slot_labels(anchors.row_A, anchors.keep_A, batch.document_T, batch.next_ids_T, batch.next_supervised_T, spec.num_drafted)
 
 
 def pad_multiple(config: LossConfig, spec: DrafterSpec, compute: Compute) -> int:
@@ -120,8 +126,13 @@ def row_loss(
     compute: Compute,
     seeds: StepSeeds,
     cache: TeacherCache | None = None,
+    draft_head: DraftHead | None = None,
 ) -> RowLoss:
-    """Draw anchors, draft, and compare with the labels. Never changes a weight or a gradient."""
+    """Draw anchors, draft, and compare with the labels. Never changes a weight or a gradient.
+
+    draft_head: the drafter's own; None: the target's whole head. A label that it cannot propose carries no loss and counts as
+    a mistake.
+    """
     anchors = draw_anchors(
         batch.document_T,
         batch.loss_mask_T,
@@ -131,37 +142,86 @@ def row_loss(
         generator=seeds.anchors,
         pad_multiple=pad_multiple(config, spec, compute),
     )
+    none = LossSums.none(spec.num_drafted, compute.device)
     if not len(anchors):
-        return RowLoss(None, LossSums.none(spec.block_size, compute.device))
-    labels = labels_of(batch, anchors, spec.block_size)
-    block_M, slot_M = labels.carries_AS.nonzero(as_tuple=True)
-    row_M = labels.teacher_row_AS[block_M, slot_M]
-    label_M, teacher = _teaching(batch, labels, row_M, head, config, cache)
-    weight_M = slot_weights(spec.block_size, config.position_weights, config.gamma)[slot_M].to(compute.device)
+        return RowLoss(None, none)
+    draft_head = draft_head or DraftHead(head.head)
+    assert (draft_head.kept_D is None) == (spec.draft_vocab_size is None), "a pruned drafter needs its own head"
+    labels = labels_of(batch, anchors, spec)
+    learned = learned_slots(batch, labels, head, draft_head, config, cache)
+    block_M, slot_M = learned.block_M.to(compute.device), learned.slot_M.to(compute.device)
+    carries_AS = labels.carries_AS.to(compute.device)
+    right_AS = torch.zeros_like(carries_AS)
+    if not len(block_M):
+        return RowLoss(None, replace(none, counts=count_blocks(right_AS, carries_AS)))
 
-    row = row_inputs(batch, compute, config.feature_noise, seeds.noise)
+    row = row_inputs(batch, compute, config.feature_noise, seeds.noise, config.feature_noise_kind)
     hidden_QH = draft(forward, spec, head, row, anchors.to(compute.device), compute)
-    query_M = (block_M * spec.block_size + slot_M + 1).to(compute.device)  # slot 0 is the anchor
-    loss, predicted_M, target_M = chunked_loss(
-        hidden_QH[query_M], head.head, weight_M, chunk_slots=chunk_slots(config, compute.device), label_M=label_M, teacher=teacher
+    found = chunked_loss(
+        hidden_QH[block_M * spec.block_size + slot_M + spec.first_slot],
+        draft_head.head,
+        weigher(config, carries_AS, block_M, slot_M),
+        chunk_slots=chunk_slots(config, compute.device),
+        factors=config.factors,
+        lk_eta=config.lk_eta,
+        label_M=learned.label_M,
+        teacher=learned.teacher,
     )
-    right_AS = torch.zeros_like(labels.carries_AS, device=compute.device)
-    right_AS[block_M.to(compute.device), slot_M.to(compute.device)] = predicted_M == target_M
-    counts = count_blocks(right_AS, labels.carries_AS.to(compute.device))
-    return RowLoss(loss, LossSums(loss.detach(), weight_M.sum(dtype=torch.float64), counts))
+    right_AS[block_M, slot_M] = found.predicted_M == found.label_M
+    sums = LossSums(found.loss.detach(), found.weight_M.sum(dtype=torch.float64), count_blocks(right_AS, carries_AS))
+    return RowLoss(found.loss, sums)
 
 
-def _teaching(
-    batch: Batch, labels: SlotLabels, row_M: torch.Tensor, head: TargetHead, config: LossConfig, cache: TeacherCache | None
-) -> tuple[torch.Tensor | None, TeacherLogits | None]:
-    """Label tokens of M slots, or the source of their teacher's logits."""
+def weigher(config: LossConfig, carries_AS: torch.Tensor, block_M: torch.Tensor, slot_M: torch.Tensor) -> Weigh:
+    """The weights of the M slots at [block_M, slot_M] of a table of drafted slots, all on one device."""
+    if config.position_weights != "dpace":
+        weight_M = slot_weights(carries_AS.shape[1], config.position_weights, config.gamma).to(carries_AS.device)[slot_M]
+        return lambda _: weight_M
+
+    def weigh(confidence_M: torch.Tensor) -> torch.Tensor:
+        confidence_AS = torch.zeros(carries_AS.shape, device=carries_AS.device)
+        confidence_AS[block_M, slot_M] = confidence_M.float()
+        return dpace_weights(confidence_AS, carries_AS, config.dpace_alpha)[block_M, slot_M]
+
+    return weigh
+
+
+@dataclass(frozen=True)
+class LearnedSlots:
+    """The M slots that carry loss, block after block, and what they learn."""
+
+    block_M: torch.Tensor
+    """int64 [M]: its block."""
+    slot_M: torch.Tensor
+    """int64 [M]: the how-many-eth drafted slot of the block, from 0."""
+    label_M: torch.Tensor | None
+    """int64 [M]: draft ids; None: the teacher's most likely tokens."""
+    teacher: TeacherLogits | None
+    """Logits over the draft vocabulary, for a loss against distributions."""
+
+
+def learned_slots(
+    batch: Batch, labels: SlotLabels, head: TargetHead, draft_head: DraftHead, config: LossConfig, cache: TeacherCache | None
+) -> LearnedSlots:
+    """Choose the slots, on the CPU; labels and teacher are on the head's device."""
+    block_M, slot_M = labels.carries_AS.nonzero(as_tuple=True)
+    row_M, label_M = labels.teacher_row_AS[block_M, slot_M], None
     if config.label == "data":
-        return labels.data_AS[labels.carries_AS].to(head.device), None
-    if config.label == "teacher":
+        label_M = labels.data_AS[block_M, slot_M]
+    elif config.label == "teacher" or draft_head.kept_D is not None:
         needed_T = torch.zeros(len(batch.document_T), dtype=torch.bool)
         needed_T[row_M] = True
-        return teacher_tokens(batch, needed_T, head, cache)[row_M].to(head.device), None
+        label_M = teacher_tokens(batch, needed_T, head, cache)[row_M]
+    if label_M is not None and draft_head.kept_D is not None:
+        label_M = draft_head.to_draft(label_M)
+        kept = label_M != OUTSIDE
+        block_M, slot_M, row_M, label_M = block_M[kept], slot_M[kept], row_M[kept], label_M[kept]
+    teacher = _teacher_logits(batch, row_M, head, draft_head) if config.label == "soft" else None
+    return LearnedSlots(block_M, slot_M, None if label_M is None else label_M.to(head.device), teacher)
+
+
+def _teacher_logits(batch: Batch, row_M: torch.Tensor, head: TargetHead, draft_head: DraftHead) -> TeacherLogits:
     assert batch.verifier is not None, "a soft label needs verifier states"
     rows, where_M = torch.unique(row_M, return_inverse=True)
-    verifier_nH, where_M = merge_planes(take_rows(batch.verifier, rows).to(head.device)), where_M.to(head.device)
-    return None, lambda part: head.teacher_logits(verifier_nH[where_M[part]])
+    verifier_nH, where_M = batch.verifier[rows].to(head.device), where_M.to(head.device)
+    return lambda part: draft_head.kept_logits(head.teacher_logits(verifier_nH[where_M[part]]))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import PADDING, Batch, Planes
-from .features import merge_planes
+from .batch import PADDING, Batch
 from .target_head import TargetHead
 
 UNKNOWN = -1
@@ -54,17 +53,10 @@ def teacher_tokens(batch: Batch, needed_T: torch.Tensor, head: TargetHead, cache
     rows = (needed_T & (known_T == UNKNOWN)).nonzero().squeeze(1)
     if len(rows):
         assert batch.verifier is not None, "teacher labels need verifier states"
-        known_T[rows] = head.teacher_tokens(merge_planes(take_rows(batch.verifier, rows).to(head.device))).int().cpu()
+        known_T[rows] = head.teacher_tokens(batch.verifier[rows].to(head.device)).int().cpu()
         if cache is not None:
             cache.remember(batch, known_T)
     return known_T.long()
-
-
-def take_rows(planes: Planes, rows: torch.Tensor) -> Planes:
-    """The planes of `rows` (int64) only."""
-    if isinstance(planes, torch.Tensor):
-        return planes[rows]
-    return Planes(planes.exponent[rows], planes.sign_mantissa[rows], planes.mantissa_bits)
 
 
 def _document_rows(batch: Batch) -> list[tuple[tuple[int, int], slice]]:

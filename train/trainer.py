@@ -1,136 +1,117 @@
-"""The training loop: rows, gradients, one division, a step; logs and checkpoints.
+"""The training loop: rows, gradients, one division, a step; logs, evaluations and checkpoints.
 
-In: a loader of rows, drafter, head, optimizer settings and where to start. Out: checkpoints, metrics.jsonl and a summary.
-All gradients are sums over slots; they are divided once, by the sum of weights of all rows of the step, so that an update
-does not depend on how samples were split into rows. What a step draws depends on (seed, step, row, rank) alone.
+In: a loader of rows, drafter, head, settings and where to start. Out: checkpoints, logs and a summary. All gradients are sums
+over slots; they are divided once, by the sum of weights of all rows of the step on all processes, so that an update does not
+depend on how samples were split into rows or shared among processes. What a step draws depends on (seed, step, row) alone.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..common.errors import RunFailed, guard_writing
 from ..common.progress import ProgressBar
 from . import checkpoint
-from .batch import Batch
+from .activation import recompute_in_backward
 from .checkpoint import CheckpointState
 from .config import TrainConfig
 from .device import Compute
+from .dist import Processes, gathered, placed, replicate, shard, sharing
+from .draft_head import draft_head
 from .drafter import Drafter
-from .log import MetricsLog, Window, last_means
+from .drafter_spec import DrafterSpec
+from .ema import WeightMean
+from .idle import idle_loss
+from .log import RunLog, Window, last_means
 from .loss import LossSums
-from .optim import build_optimizer, optimizer_tensors, restore_optimizer, set_lr
+from .optim import apply_gradients, build_optimizer, optimizer_tensors, restore_optimizer
 from .schedule import lr_at
 from .step import StepSeeds, row_loss
+from .summary import TrainSummary
 from .target_head import TargetHead
 from .teacher import TeacherCache
+from .work import Position, Rows, StepWork, total_steps, work
 
-
-class Rows(Protocol):
-    """What the loop needs of a loader."""
-
-    def rows_per_epoch(self, epoch: int) -> int: ...
-
-    def epoch(self, epoch: int, start_row: int = 0) -> Iterator[Batch]: ...
+Samples = tuple[tuple[int, int], ...]
+Evaluate = Callable[[DrafterSpec, dict[str, torch.Tensor]], dict[str, Any]]
+"""A drafter's weights judged on held-out samples: `holdout.HeldOut`."""
 
 
 @dataclass(frozen=True)
-class TrainSummary:
-    """How a run ended."""
+class StepSums:
+    """What a step adds up to, over all processes."""
 
-    steps: int
-    """Optimizer steps taken in all, earlier lives of the run included."""
-    skipped_steps: int
-    """Of them, steps that changed no weight: not finite, or without any anchor."""
-    tokens: int
-    """Tokens read, padding aside."""
-    loss: float | None
-    """Mean over the last log window in which anything was learned; None when there was none."""
-    accuracy: float | None
-    """The same."""
-    tau: float | None
-    """The same: mean leading right slots + 1."""
-    seconds: float
-    """Of this call."""
-    checkpoint: Path
-    """The last one."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return {**asdict(self), "checkpoint": str(self.checkpoint)}
-
-    def to_text(self) -> str:
-        """For people."""
-        skipped = f", {self.skipped_steps} of them skipped" if self.skipped_steps else ""
-        learned = self.loss is not None and self.accuracy is not None and self.tau is not None
-        measured = f"loss {self.loss:.4f}, accuracy {self.accuracy:.1%}, tau {self.tau:.3f} at the end" if learned else "nothing was learned"
-        return f"{self.steps:,} steps{skipped}, {self.tokens:,} tokens in {self.seconds:.0f} s; {measured}\n{self.checkpoint}"
-
-
-@dataclass(frozen=True)
-class Position:
-    """The next row to read."""
-
-    epoch: int = 0
-    row: int = 0
-
-
-def total_steps(config: TrainConfig, rows: Rows) -> int:
-    """Optimizer steps of the run: as configured, or what `epochs` gives; a last group of rows may be smaller."""
-    if config.optim.steps is not None:
-        return config.optim.steps
-    whole = math.floor(config.optim.epochs)
-    count = sum(rows.rows_per_epoch(epoch) for epoch in range(whole))
-    if config.optim.epochs > whole:
-        count += math.ceil((config.optim.epochs - whole) * rows.rows_per_epoch(whole))
-    return max(-(-count // config.optim.accumulate_rows), 1)
-
-
-def row_stream(rows: Rows, start: Position) -> Iterator[tuple[Batch, Position]]:
-    """Rows from `start` on, epoch after epoch without end, each with the position after it. Raises RunFailed when there are none."""
-    epoch, row = start.epoch, start.row
-    while True:
-        before = (epoch, row)
-        for batch in rows.epoch(epoch, row):
-            row += 1
-            yield batch, Position(epoch, row)
-        if before == (epoch, 0) and row == 0:
-            raise RunFailed("the caches give no rows", place=f"epoch {epoch}")
-        epoch, row = epoch + 1, 0
+    loss: LossSums
+    tokens: torch.Tensor
+    """int64."""
 
 
 class Trainer:
     """One run. `train` takes it from where it stands to its last step."""
 
-    def __init__(self, config: TrainConfig, rows: Rows, drafter: Drafter, head: TargetHead, compute: Compute, run: Path, rank: int = 0) -> None:
-        self.config, self.rows, self.head, self.compute, self.run, self.rank = config, rows, head, compute, run, rank
+    def __init__(
+        self,
+        config: TrainConfig,
+        rows: Rows,
+        drafter: Drafter,
+        head: TargetHead,
+        compute: Compute,
+        run: Path,
+        processes: Processes | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self.config, self.rows, self.head, self.compute, self.run = config, rows, head, compute, run
+        self.processes, self.evaluate = processes or Processes(device=compute.device), evaluate
         self.drafter = drafter.to(compute.device).train()
-        self.parameters = list(self.drafter.parameters())
+        if config.run.activation_checkpointing:
+            recompute_in_backward(self.drafter.layers)
+        shard(self.drafter, self.drafter.layers, compute, self.processes)
+        self.parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.drafter, config.optim)
+        self.mean = WeightMean(self.drafter, config.optim.ema_decay) if config.optim.ema_decay is not None else None
         self.teacher = TeacherCache(config.run.teacher_cache_bytes)
-        self.total_steps = total_steps(config, rows)
-        self.step, self.skipped, self.tokens, self.position = 0, 0, 0, Position()
-        self._nonfinite: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        self.draft_head = draft_head(head.head, self.drafter.d2t)
+        self.total_steps = total_steps(config.optim, rows)
+        self.state = CheckpointState(step=0, epoch=0, row=0, processes=self.processes.size, config=config, drafter=self.drafter.spec)
+        self._nonfinite: list[tuple[int, Samples]] = []
         if compute.attention == "flex":
             import torch._dynamo
 
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of a silent, slow, dense fallback
-        self._forward: Any = _compiled(self.drafter, compute) if config.run.compile else self.drafter
+        self._forward: Any = replicate(_compiled(self.drafter, compute) if config.run.compile else self.drafter, self.processes)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.state.step
+
+    @property
+    def position(self) -> Position:
+        """The next row to read."""
+        return Position(self.state.epoch, self.state.row)
 
     def resume(self, folder: Path) -> None:
-        """Go on from a checkpoint: weights, moments, counters and the place in the data."""
+        """Go on from a checkpoint, whatever the number of processes that wrote it: weights, moments, counters, place in the data."""
         state = checkpoint.load_state(folder)
-        self.drafter.load_state_dict(checkpoint.load_tensors(folder, state, checkpoint.MODEL), strict=True)
+        weights = checkpoint.load_tensors(folder, state, checkpoint.MODEL)
+        own = self.drafter.state_dict()
+        self.drafter.load_state_dict({name: placed(tensor, own.get(name, tensor)) for name, tensor in weights.items()}, strict=True)
         restore_optimizer(self.drafter, self.optimizer, checkpoint.load_tensors(folder, state, checkpoint.OPTIMIZER), str(folder))
-        self.step, self.skipped, self.tokens = state.step, state.skipped_steps, state.tokens
-        self.position = Position(state.epoch, state.row)
+        if self.mean is not None:
+            names = self.mean.tensors.keys()
+            means = checkpoint.load_tensors(folder, state, checkpoint.EMA)
+            self.mean.restore({name: tensor for name, tensor in means.items() if name in names}, str(folder))
+        self.state = state.model_copy(update={"files": {}, "digest": "", "processes": self.processes.size})
+        if self.processes.first:
+            checkpoint.mark_best(self.run, self.state)  # the last life may have ended before it could
 
     def train(self, stop_after: int | None = None) -> TrainSummary:
         """Take steps until the last (or until step `stop_after`, as if interrupted there right after a checkpoint).
@@ -139,62 +120,108 @@ class Trainer:
         """
         started, last = time.monotonic(), min(self.total_steps, stop_after or self.total_steps)
         config, window, shown = self.config.run, Window(), Window()
-        stream = row_stream(self.rows, self.position)
-        saved = None
-        with ProgressBar("train", self.total_steps, self.step) as bar, MetricsLog(self.run, self.step, config.tensorboard) as log:
-            while self.step < last:
+        saved: Path | None = None
+        steps = work(self.rows, self.position, self.config.optim, self.processes.rank, self.processes.size)
+        with self._bar() as bar, self._log() as log:
+            while self.step < last and not self._stalls():
                 lr = lr_at(self.step, self.total_steps, self.config.optim)
-                window = window + self._one_step(stream, lr)
+                done, samples = self._one_step(next(steps), lr)
+                window = window + done
+                if log is not None and samples:
+                    log.write_samples(self.step, samples)
+                if log is not None and (self.step % config.log_every == 0 or self.step == last):
+                    log.write(self.step, self.state.epoch, lr, window)
                 if self.step % config.log_every == 0 or self.step == last:
-                    log.write(self.step, self.position.epoch, lr, window)
                     shown, window = window, Window()
-                if self.step % config.checkpoint_every == 0 or self.step == last:
+                is_best = self._evaluate(log)
+                if is_best or self.step % config.checkpoint_every == 0 or self.step == last or self._stalls():
                     saved = self.save()
-                bar.update(1, (window if window.sums is not None else shown).note())
-        saved = saved or checkpoint.newest(self.run)
+                if bar is not None:
+                    bar.update(1, (window if window.sums is not None else shown).note())
         loss, accuracy, tau = shown.means() if shown.sums is not None else last_means(self.run)
-        return TrainSummary(self.step, self.skipped, self.tokens, loss, accuracy, tau, time.monotonic() - started, saved)
+        state = self.state
+        return TrainSummary(
+            steps=state.step,
+            skipped_steps=state.skipped_steps,
+            tokens=state.tokens,
+            loss=loss,
+            accuracy=accuracy,
+            tau=tau,
+            seconds=time.monotonic() - started,
+            checkpoint=saved or checkpoint.newest(self.run),
+            best_step=state.best_step,
+            best_tau=state.best_tau,
+            stopped_early=self._stalls(),
+        )
 
     def save(self) -> Path:
-        """Publish a checkpoint of now."""
-        state = CheckpointState(
-            step=self.step,
-            epoch=self.position.epoch,
-            row=self.position.row,
-            skipped_steps=self.skipped,
-            tokens=self.tokens,
-            config=self.config,
-            drafter=self.drafter.spec,
-        )
-        with guard_writing(self.run):
-            return checkpoint.save(self.run, state, self.drafter.state_dict(), optimizer_tensors(self.drafter, self.optimizer), self.config.run.keep)
+        """Publish a checkpoint of now; written by the first process, a success or a failure of all."""
+        own = self.drafter.state_dict()
+        model, optimizer = gathered(own, self.processes), gathered(optimizer_tensors(self.drafter, self.optimizer), self.processes)
+        ema = gathered({**own, **self.mean.tensors}, self.processes) if self.mean is not None else None
 
-    def _one_step(self, stream: Iterator[tuple[Batch, Position]], lr: float) -> Window:
+        def write() -> Path:
+            with guard_writing(self.run):
+                folder = checkpoint.save(self.run, self.state, model, optimizer, self.config.run.keep, ema)
+                checkpoint.mark_best(self.run, self.state)
+            return folder
+
+        return self.processes.first_does(write)
+
+    def _one_step(self, step: StepWork, lr: float) -> tuple[Window, Samples]:
+        """Returns what it adds to the log, and its samples where they are logged."""
         started = time.monotonic()
-        sums, tokens = LossSums.none(self.drafter.spec.block_size, self.compute.device), 0
-        samples: list[tuple[int, int]] = []
-        for number in range(self.config.optim.accumulate_rows):
-            batch, self.position = next(stream)
-            seeds = StepSeeds.at(self.config.run.seed, self.step, number, self.rank, self.compute.device)
-            row = row_loss(self._forward, self.drafter.spec, self.head, batch, self.config.loss, self.compute, seeds, self.teacher)
-            if row.loss is not None:
-                row.loss.backward()  # type: ignore[no-untyped-call]
-            sums, tokens = sums + row.sums, tokens + batch.num_tokens
-            samples.extend(batch.sample_ids)
-        weight, finite = float(sums.weight_sum), math.isfinite(float(sums.loss_sum))
-        norm = apply_gradients(self.parameters, self.optimizer, weight, lr, self.config.optim.clip_norm, finite)
-        self.step += 1
-        self.tokens += tokens
-        self._judge(norm, weight, tuple(samples))
+        sums, tokens = LossSums.none(self.drafter.spec.num_drafted, self.compute.device), 0
+        samples: list[tuple[int, Samples]] = []
+        passes = -(-step.rows // self.processes.size)
+        for number in range(passes):
+            place, batch = next(step.mine, (None, None))
+            with sharing(self._forward, last=number == passes - 1):
+                loss = None
+                if place is not None and batch is not None:
+                    row = self._row_loss(place, batch)
+                    loss, sums, tokens = row.loss, sums + row.sums, tokens + batch.num_tokens
+                    samples.append((place, batch.sample_ids))
+                if loss is None and self.processes.size > 1:
+                    loss = idle_loss(self._forward, self.drafter.spec, self.head, self.config.loss, self.compute, self.config.data.row_tokens)
+                if loss is not None:
+                    loss.backward()
+        whole = self.processes.sum(StepSums(sums, torch.tensor(tokens)))
+        weight, finite = float(whole.loss.weight_sum), math.isfinite(float(whole.loss.loss_sum))
+        # the mean over the processes has been taken already: what is missing of the division is weight / size
+        norm = apply_gradients(self.parameters, self.optimizer, weight / self.processes.size, lr, self.config.optim.clip_norm, finite)
         changed = norm is not None
-        return Window(sums if changed else None, tokens, time.monotonic() - started, 1, 0 if changed else 1, norm or 0.0)
+        self.state = self.state.model_copy(
+            update={
+                "step": self.step + 1,
+                "epoch": step.after.epoch,
+                "row": step.after.row,
+                "tokens": self.state.tokens + int(whole.tokens),
+                "skipped_steps": self.state.skipped_steps + (not changed),
+            }
+        )
+        if changed and self.mean is not None:
+            self.mean.update(self.step - self.state.skipped_steps)
+        broken = not changed and weight != 0
+        everyone = self._of_all(samples) if broken or self.config.run.log_samples else ()
+        self._judge(changed, broken, everyone)
+        window = Window(whole.loss if changed else None, int(whole.tokens), time.monotonic() - started, 1, 0 if changed else 1, norm or 0.0)
+        return window, everyone if self.config.run.log_samples else ()
 
-    def _judge(self, norm: float | None, weight: float, samples: tuple[tuple[int, int], ...]) -> None:
-        if norm is not None:
+    def _row_loss(self, place: int, batch: Any) -> Any:
+        seeds = StepSeeds.at(self.config.run.seed, self.step, place, 0, self.compute.device)
+        spec, loss = self.drafter.spec, self.config.loss
+        return row_loss(self._forward, spec, self.head, batch, loss, self.compute, seeds, self.teacher, self.draft_head)
+
+    def _of_all(self, samples: list[tuple[int, Samples]]) -> Samples:
+        """Samples of a step over all processes, row by row."""
+        rows = sorted(row for part in self.processes.gather(samples) for row in part)
+        return tuple(sample for _, ids in rows for sample in ids)
+
+    def _judge(self, changed: bool, broken: bool, samples: Samples) -> None:
+        if changed:
             self._nonfinite.clear()
-            return
-        self.skipped += 1
-        if weight == 0:
+        if not broken:
             return
         self._nonfinite.append((self.step, samples))
         if len(self._nonfinite) >= self.config.run.max_nonfinite_steps:
@@ -206,26 +233,30 @@ class Trainer:
                 fix="run `dflash verify` on the cache; if it is sound, lower optim.lr or raise optim.warmup_ratio",
             )
 
+    def _evaluate(self, log: RunLog | None) -> bool:
+        """Evaluate when it is time. True when no evaluation so far gave a better tau."""
+        if self.evaluate is None or not (self.step % self.config.eval.every == 0 or self.step == self.total_steps):
+            return False
+        weights = {**self.drafter.state_dict(), **(self.mean.tensors if self.mean is not None else {})}
+        numbers = self.evaluate(self.drafter.spec, weights)
+        if log is not None:
+            log.write_evaluation(self.step, numbers)
+        is_best = numbers["finite"] and (self.state.best_tau is None or numbers["tau"] > self.state.best_tau)
+        best = {"best_step": self.step, "best_tau": numbers["tau"], "evaluations_since_best": 0}
+        worse = {"evaluations_since_best": self.state.evaluations_since_best + 1}
+        self.state = self.state.model_copy(update=best if is_best else worse)
+        return bool(is_best)
 
-def apply_gradients(
-    parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, weight: float, lr: float, clip_norm: float, finite: bool
-) -> float | None:
-    """Divide the summed gradients by `weight`, clip, step, and clear. Returns the norm before clipping.
+    def _stalls(self) -> bool:
+        """Evaluations have not become better for so long that the run ends."""
+        patience = self.config.eval.patience
+        return self.evaluate is not None and patience is not None and self.state.evaluations_since_best >= patience
 
-    None: nothing was changed, because there was no weight or something was not finite.
-    """
-    norm = None
-    if weight > 0 and finite:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_div_(gradients, weight)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm))
-        if math.isfinite(norm):
-            set_lr(optimizer, lr)
-            optimizer.step()
-        else:
-            norm = None
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    def _bar(self) -> AbstractContextManager[ProgressBar | None]:
+        return ProgressBar("train", self.total_steps, self.step) if self.processes.first else nullcontext()
+
+    def _log(self) -> AbstractContextManager[RunLog | None]:
+        return RunLog(self.run, self.step, self.config) if self.processes.first else nullcontext()
 
 
 def _compiled(drafter: Drafter, compute: Compute) -> Any:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 NAMED_CHUNKS = 4
 """Damaged chunks of one layer that are named one by one."""
+MAX_REJECT_BYTES = 1 << 20
+"""A longer line of the list of rejects is none; the file itself may have any size."""
 DATA_TOKENS = 20_000
 """Supervised tokens, spread over the cache, on which the teacher is compared with the data."""
 
@@ -98,10 +100,12 @@ def _check_rejects(cache: Path, report: VerifyReport) -> None:
     try:
         if path.is_symlink() or not path.is_file():
             raise ValueError("it is no plain file")
-        for line in path.read_bytes().splitlines():
-            if set(json.loads(line)) != {"source", "row", "reason"}:
-                raise ValueError("a line is no reject")
-    except (OSError, ValueError, TypeError) as error:
+        with open(path, "rb") as file:
+            while line := file.readline(MAX_REJECT_BYTES):
+                reject = json.loads(line)
+                if not isinstance(reject, dict) or set(reject) != {"source", "row", "reason"}:
+                    raise ValueError("a line is no reject")
+    except (OSError, ValueError, RecursionError) as error:
         report.add(CacheDamaged(f"is no list of rejects: {error}", place=str(path)), layout.REJECTS)
 
 
@@ -147,7 +151,7 @@ def _check_metadata(part: Path, found: PartManifest, cache: CacheSpec) -> Iterat
         except CacheDamaged as error:
             yield error
             continue
-        if tuple(document.get("shape", ())) != shape or document.get("data_type") != dtype:
+        if document.get("shape") != list(shape) or document.get("data_type") != dtype:
             yield CacheDamaged(
                 "the array's metadata disagrees with the manifest", place=str(path), found=document.get("shape"), expected=f"{shape} {dtype}"
             )

@@ -38,17 +38,16 @@ def cut_windows(cache_S: np.ndarray, part_S: np.ndarray, start_S: np.ndarray, wi
     return Windows(cache_S[first].astype(np.int32), first, stop, window_of)
 
 
-def epoch_pools(windows: Windows, *, seed: int, epoch: int, pool_windows: int, shuffle: bool, rank: int, world_size: int) -> list[np.ndarray]:
-    """The samples that `rank` visits in `epoch`, in order, pool by pool: int64 each.
+def epoch_pools(windows: Windows, *, seed: int, epoch: int, pool_windows: int, shuffle: bool) -> list[np.ndarray]:
+    """The samples of `epoch` in their order, pool by pool: int64 each.
 
-    Windows are shuffled and dealt to the ranks in turn; each rank takes its windows in pools of `pool_windows` and shuffles
-    the samples within a pool. Depends on nothing but the arguments. Without shuffle: storage order.
+    Windows are shuffled and taken in pools of `pool_windows`; the samples within a pool are shuffled. Depends on nothing but
+    the arguments. Without shuffle: storage order.
     """
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(windows.first)) if shuffle else np.arange(len(windows.first))
-    mine = order[rank::world_size]
     pools = []
-    for begin in range(0, len(mine), pool_windows):
-        pool = np.concatenate([np.arange(windows.first[w], windows.stop[w]) for w in mine[begin : begin + pool_windows]])
-        pools.append(np.random.default_rng((seed, epoch, rank, begin)).permutation(pool) if shuffle else pool)
+    for begin in range(0, len(order), pool_windows):
+        pool = np.concatenate([np.arange(windows.first[w], windows.stop[w]) for w in order[begin : begin + pool_windows]])
+        pools.append(np.random.default_rng((seed, epoch, 0, begin)).permutation(pool) if shuffle else pool)
     return pools

@@ -83,7 +83,10 @@ def test_more_rows_continue_the_cache(settings: Settings):
 def test_rejected_rows_are_counted_and_listed_and_the_others_are_stored(settings: Settings):
     long = tiny.chat("hi", "y" * 300)
     rows = [ROWS[0], "", "{broken", long, ROWS[0], {"messages": None}, ROWS[1], {"messages": [{"role": "system", "content": "s"}]}]
-    config = settings(rows)
+    with pytest.raises(InputError, match="6 of 8 cannot be used"):
+        run(settings(rows))
+    assert not settings(rows).cache.exists()
+    config = settings(rows, max_rejects=1)
     summary = run(config)
     assert (summary.rows, summary.samples, summary.rejects) == (8, 2, 6)
     listed = {reject.row: reject.reason for reject in load_rejects(config.cache)}
@@ -91,7 +94,7 @@ def test_rejected_rows_are_counted_and_listed_and_the_others_are_stored(settings
     assert listed[2].startswith("the line is not valid JSON")
     assert listed[3].endswith("tokens; the limit is 256")
     assert listed[4] == "duplicate of row 0"
-    assert listed[5] == "`messages` is no list but null"
+    assert listed[5] == "`messages` is null"
     assert listed[7] == "the conversation has no user turn"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash_cache.train.batch import PADDING, Batch, Planes
+from dflash_cache.train.batch import PADDING, Batch
 from dflash_cache.train.device import Compute
 from dflash_cache.train.drafter import Drafter
 from dflash_cache.train.drafter_spec import DrafterSpec
@@ -29,12 +29,6 @@ class Document:
     ids: Sequence[int] | None = None
     features: torch.Tensor | None = field(default=None, compare=False)
     verifier: torch.Tensor | None = field(default=None, compare=False)
-
-
-def split(states: torch.Tensor) -> Planes:
-    """bfloat16 -> planes, lossless, the slow obvious way."""
-    bits = states.contiguous().view(torch.int16).int() & 0xFFFF
-    return Planes(((bits >> 7) & 0xFF).to(torch.uint8), ((bits & 0x7F) | ((bits >> 8) & 0x80)).to(torch.uint8), 7)
 
 
 def states_of(document: Document, *, hidden: int = H, layers: int = K, vocab: int = V) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,8 +71,8 @@ def make_batch(documents: Sequence[Document], row_tokens: int | None = None, *, 
         loss_mask_T=mask,
         next_ids_T=following,
         next_supervised_T=following_mask,
-        features=split(features),
-        verifier=split(verifier),
+        features=features,
+        verifier=verifier,
         sample_ids=tuple((0, first_sample + number) for number in range(len(documents))),
         sources=("data.jsonl",) * len(documents),
     )

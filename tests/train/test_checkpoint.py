@@ -118,3 +118,39 @@ def test_norms_are_not_decayed():
     optimizer.step()
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.dim() > 1 else 1.0))
+
+
+def test_tensors_of_equal_value_are_all_kept(tmp_path: Path):
+    drafter = tiny_drafter()
+    with torch.no_grad():
+        drafter.layers[1].mlp.up_proj.weight.copy_(drafter.layers[0].mlp.up_proj.weight)
+    folder = checkpoint.save(tmp_path, state(1), drafter.state_dict(), {}, 2)
+    found = checkpoint.load_tensors(folder, checkpoint.load_state(folder), checkpoint.MODEL)
+    assert found.keys() == drafter.state_dict().keys()
+
+
+def test_the_best_is_kept_however_many_newer_ones_come(tmp_path: Path):
+    for step in (5, 10, 15, 20):
+        now = state(step).model_copy(update={"best_step": 5, "best_tau": 1.5})
+        checkpoint.save(tmp_path, now, tiny_drafter(step).state_dict(), {}, 1)
+        checkpoint.mark_best(tmp_path, now)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-00000005", "step-00000020"]
+    assert checkpoint.load_state(tmp_path / checkpoint.CHECKPOINTS / checkpoint.BEST).step == 5
+    later = state(25).model_copy(update={"best_step": 25, "best_tau": 1.6})
+    checkpoint.save(tmp_path, later, tiny_drafter(25).state_dict(), {}, 1)
+    checkpoint.mark_best(tmp_path, later)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-00000025"]
+    assert (tmp_path / checkpoint.CHECKPOINTS / checkpoint.BEST).resolve().name == "step-00000025"
+
+
+def test_a_checkpoint_of_a_version_with_fewer_settings_is_still_read(tmp_path: Path):
+    """The digest is that of the document, not of what this version makes of it."""
+    import json
+
+    from dflash_cache.common.fingerprint import canonical, digest_bytes
+
+    folder = save(tmp_path, 7)
+    document = json.loads((folder / checkpoint.STATE).read_text())
+    del document["config"]["optim"]["ema_decay"], document["processes"], document["digest"]
+    (folder / checkpoint.STATE).write_text(json.dumps({**document, "digest": digest_bytes(canonical(document))}))
+    assert checkpoint.load_state(folder).config.optim.ema_decay is None

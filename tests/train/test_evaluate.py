@@ -12,7 +12,7 @@ from tiny_run import config
 from dflash_cache.common.errors import InputError
 from dflash_cache.train import evaluate as module
 from dflash_cache.train.config import EvalConfig
-from dflash_cache.train.evaluate import _Tally, draft_row, evaluate
+from dflash_cache.train.evaluate import Tally, draft_row, evaluate
 from dflash_cache.train.export import export
 from dflash_cache.train.run import run
 
@@ -30,12 +30,12 @@ def trained(write_cache, tmp_path: Path) -> tuple[Path, Path]:
 
 def predicting(monkeypatch: pytest.MonkeyPatch, predict) -> None:
     """Replace the drafter's tokens by predict(anchors, carries) -> [A, B-1]."""
-    monkeypatch.setattr(module, "_predict", lambda drafter, head, inputs, anchors, carries, compute: predict(anchors, carries))
+    monkeypatch.setattr(module, "_predict", lambda drafter, head, draft_head, inputs, anchors, carries, compute: predict(anchors, carries))
 
 
-def tally(batch, chunk: int = 256) -> _Tally:
+def tally(batch, chunk: int = 256) -> Tally:
     drafter = tiny_drafter()
-    found = _Tally(drafter.spec)
+    found = Tally(drafter.spec)
     with torch.no_grad():
         found.add(batch, [True] * len(batch.sample_ids), *draft_row(drafter, TinyHead(), batch, CPU32, chunk))
     return found
@@ -54,9 +54,7 @@ def test_an_oracle_reaches_the_block_size(monkeypatch: pytest.MonkeyPatch):
 
 
 def batch_states(batch):
-    from dflash_cache.train.features import merge_planes
-
-    return merge_planes(batch.verifier).float().numpy()
+    return batch.verifier.float().numpy()
 
 
 def test_a_drafter_that_is_never_right_reaches_1(monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +85,7 @@ def test_every_valid_anchor_is_drafted_whatever_the_chunks():
 def test_documents_alone_and_packed_give_the_same():
     documents = [Document(24, seed=1), Document(9, seed=2, next_token=5)]
     packed = tally(make_batch(documents, 40)).result(())
-    apart = _Tally(tiny_drafter().spec)
+    apart = Tally(tiny_drafter().spec)
     for document in documents:
         batch = make_batch([document])
         with torch.no_grad():

@@ -161,6 +161,16 @@ def test_a_folder_without_drafter_is_a_user_error(tmp_path: Path):
         load_drafter(tmp_path)
 
 
+def test_tensors_of_equal_value_are_all_written(tmp_path: Path):
+    drafter = tiny_drafter()
+    drafter.layers[1].load_state_dict(drafter.layers[0].state_dict())
+    checkpoint.save(
+        tmp_path / "run", CheckpointState(step=1, epoch=0, row=0, config=TrainConfig(), drafter=drafter.spec), drafter.state_dict(), {}, 2
+    )
+    export(tmp_path / "run", tmp_path / "drafter", dtype="float32")
+    assert set(load_file(tmp_path / "drafter" / "model.safetensors")) == set(drafter.state_dict())
+
+
 def test_an_export_leaves_nothing_behind_but_the_folder(tmp_path: Path):
     folder = exported(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]

@@ -34,7 +34,7 @@ def fifty_losses(folder: Path) -> list[float]:
             "model": {"block_size": 4, "num_layers": 2, "mask_token_id": 0},
             "loss": {"anchors_per_row": 16, "feature_noise": 0.05},
             "optim": {"steps": 50, "lr": 3e-3, "accumulate_rows": 2},
-            "run": {"device": "cpu", "dtype": "float32", "tensorboard": False, "log_every": 1},
+            "run": {"device": "cpu", "dtype": "float32", "trackers": (), "log_every": 1},
         }
     )
     run(config, [folder / "cache"], folder / "run")

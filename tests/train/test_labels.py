@@ -13,7 +13,7 @@ def labels(
 ) -> SlotLabels:
     batch = make_batch(documents, row_tokens)
     kept = torch.tensor(keep or [True] * len(anchors))
-    return slot_labels(torch.tensor(anchors), kept, batch.document_T, batch.next_ids_T, batch.next_supervised_T, block_size)
+    return slot_labels(torch.tensor(anchors), kept, batch.document_T, batch.next_ids_T, batch.next_supervised_T, block_size - 1)
 
 
 def test_slot_k_is_taught_by_row_a_plus_k_minus_1_and_its_token_is_that_at_a_plus_k():

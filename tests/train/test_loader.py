@@ -79,12 +79,23 @@ def test_without_shuffle_the_order_is_that_of_the_cache(write_cache):
     assert [row[0][1] for row in row_ids(make_loader(cache, shuffle=False), epoch=3)] == list(range(9))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_do_the_same_number_of_rows_and_share_the_documents_once(write_cache, world_size):
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_asked_for_by_number_are_the_very_rows_of_the_epoch(write_cache, size, shuffle):
     cache, _, _ = write_cache(lengths=LENGTHS * 6, part_tokens=200)
-    rows = [row_ids(make_loader(cache, rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert len({len(r) for r in rows}) == 1
-    assert sorted(s for r in rows for row in r for s in row) == [(0, i) for i in range(len(LENGTHS) * 6)]
+    loader = make_loader(cache, shuffle=shuffle)
+    whole, count = list(loader.epoch(3)), loader.rows_per_epoch(3)
+    assert sorted(s for batch in whole for s in batch.sample_ids) == [(0, i) for i in range(len(LENGTHS) * 6)]
+    assert [batch.num_tokens for batch in whole] == loader.tokens_per_row(3)
+    for first in range(size):
+        part = list(make_loader(cache, shuffle=shuffle).epoch(3, rows=range(first, count, size)))
+        assert len(part) == len(whole[first::size])
+        for ours, theirs in zip(part, whole[first::size]):
+            assert ours.sample_ids == theirs.sample_ids
+            assert torch.equal(ours.features, theirs.features)
+            assert torch.equal(ours.verifier, theirs.verifier)
+            assert torch.equal(ours.next_ids_T, theirs.next_ids_T)
+
 
 
 def test_several_caches_are_read_as_one(write_cache):

@@ -31,6 +31,28 @@ def test_an_unsupervised_tail_ends_a_block_and_is_no_mistake():
     assert found.accuracy == 5 / 6
 
 
+def test_a_longer_block_does_not_lower_the_length_of_the_same_run():
+    """Three right and the rest wrong, in blocks of 4 and of 8: the length is 3 in both, 4 with the bonus token."""
+    for drafted in (4, 7):
+        found = quality(count_blocks(bools([[1, 1, 1] + [0] * (drafted - 3)]), bools([[1] * drafted])))
+        assert (found.streak, found.tau, found.tau_full) == (3.0, 4.0, 4.0)
+
+
+def test_the_streak_is_the_sum_over_slots_of_the_share_of_blocks_that_reach_them():
+    right = bools([[1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
+    found = quality(count_blocks(right, torch.ones_like(right)))
+    assert found.streak == (3 + 2 + 1 + 1) / 4
+
+
+def test_rows_of_different_size_add_as_counts_not_as_rates():
+    """8 right of 10 and 18 of 20 are 26 of 30, not the mean of two rates."""
+
+    def row(right: int, of: int) -> BlockCounts:
+        return count_blocks(bools([[1]] * right + [[0]] * (of - right)), bools([[1]] * of))
+
+    assert quality(row(8, 10) + row(18, 20)).accuracy_per_slot == (26 / 30,)
+
+
 def test_padding_blocks_count_nothing():
     right, carries = bools([[1, 1], [0, 0]]), bools([[1, 1], [0, 0]])
     assert quality(count_blocks(right, carries)).blocks == 1
@@ -40,14 +62,14 @@ def test_counts_add_up_to_those_of_all_blocks_together():
     generator = torch.Generator().manual_seed(0)
     right = torch.rand(12, 5, generator=generator) < 0.5
     carries = (torch.rand(12, 5, generator=generator) < 0.8).cumprod(1).bool()
-    parts = BlockCounts.none(6)
+    parts = BlockCounts.none(5)
     for start in range(0, 12, 5):
         parts += count_blocks(right[start : start + 5], carries[start : start + 5])
     assert quality(parts) == quality(count_blocks(right, carries))
 
 
 def test_no_blocks_read_zero_and_tau_1():
-    found = quality(BlockCounts.none(4))
+    found = quality(BlockCounts.none(3))
     assert (found.accuracy, found.streak, found.tau) == (0.0, 0.0, 1.0)
 
 

@@ -30,12 +30,10 @@ def test_windows_cross_neither_parts_nor_caches():
     assert cut_windows(caches, parts, starts, 64).window_of.tolist() == [0, 0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_ranks_share_every_sample_exactly_once(world_size, shuffle):
+def test_an_epoch_visits_every_sample_exactly_once(shuffle):
     windows = windows_of(np.random.default_rng(0).integers(1, 50, 200))
-    common = {"seed": 1, "epoch": 2, "pool_windows": 3, "shuffle": shuffle, "world_size": world_size}
-    pools = [pool for rank in range(world_size) for pool in epoch_pools(windows, rank=rank, **common)]
+    pools = epoch_pools(windows, seed=1, epoch=2, pool_windows=3, shuffle=shuffle)
     assert sorted(np.concatenate(pools).tolist()) == list(range(200))
 
 
@@ -43,7 +41,7 @@ def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
     windows = windows_of([10] * 100)
 
     def order(**change):
-        given = {"seed": 1, "epoch": 0, "pool_windows": 4, "shuffle": True, "rank": 0, "world_size": 1, **change}
+        given = {"seed": 1, "epoch": 0, "pool_windows": 4, "shuffle": True, **change}
         return np.concatenate(epoch_pools(windows, **given)).tolist()
 
     np.random.seed(3)

@@ -23,7 +23,7 @@ def test_a_run_writes_its_record_its_log_and_its_checkpoints(write_cache, tmp_pa
     (kept,) = record["caches"]
     assert {name: kept[name] for name in ("fingerprint", "samples", "tokens")} == {"fingerprint": spec.fingerprint, "samples": 6, "tokens": 110}
     assert record["drafter"]["target_layer_ids"] == [1, 2, 4]
-    assert {"torch", "dflash-cache"} <= set(record["versions"])
+    assert {"torch", "dflash-cache"} <= set(record["lives"][0]["versions"])
     assert summary.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000004"
     assert checkpoint.load_state(summary.checkpoint).config.loss.gamma == 4.0
     printed = capsys.readouterr()

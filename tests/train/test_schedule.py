@@ -24,3 +24,26 @@ def test_no_warm_up_and_constant():
 
 def test_the_warm_up_is_rounded_up():
     assert warmup_steps(OptimConfig(warmup_ratio=0.04), 30) == 2
+
+
+def test_a_line_falls_evenly_to_the_floor():
+    config = OptimConfig(lr=1.0, warmup_ratio=0.2, schedule="linear", min_lr_ratio=0.5)
+    assert [lr_at(step, 10, config) for step in (0, 1, 2, 6, 10)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_wsd_stays_at_the_peak_until_the_last_part_and_falls_as_one_minus_root():
+    config = OptimConfig(lr=1.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.4)
+    assert [lr_at(step, 10, config) for step in range(1, 7)] == [1.0] * 6
+    assert [lr_at(step, 10, config) for step in (7, 8, 9, 10)] == pytest.approx([1 - (k / 4) ** 0.5 for k in (1, 2, 3, 4)])
+
+
+def test_wsd_has_room_for_both_of_its_ends():
+    with pytest.raises(ValueError, match="exceed 1 together"):
+        OptimConfig(schedule="wsd", warmup_ratio=0.5, decay_ratio=0.6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_no_step_of_any_schedule_has_rate_zero_or_more_than_the_peak(schedule):
+    for total in (1, 2, 3, 50):
+        rates = [lr_at(step, total, OptimConfig(lr=1.0, schedule=schedule)) for step in range(total)]
+        assert 0 < min(rates) <= max(rates) <= 1

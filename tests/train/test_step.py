@@ -8,11 +8,13 @@ import pytest
 import torch
 from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
 
+from dflash_cache.train import step
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import LossConfig
 from dflash_cache.train.device import Compute
 from dflash_cache.train.drafter import Drafter
 from dflash_cache.train.loss import LossSums
+from dflash_cache.train.metrics import quality
 from dflash_cache.train.step import RowLoss, StepSeeds, row_inputs, row_loss
 from dflash_cache.train.teacher import TeacherCache
 
@@ -36,7 +38,7 @@ CPU64 = replace(CPU32, dtype=torch.float64)
 def gradients(drafter: Drafter, batches: list[Batch], config: LossConfig = ALL, compute: Compute = CPU32) -> tuple[list[torch.Tensor], LossSums]:
     """Of the mean over all rows, as the trainer makes it."""
     drafter.to(compute.dtype).zero_grad()
-    sums = LossSums.none(drafter.spec.block_size)
+    sums = LossSums.none(drafter.spec.num_drafted)
     for batch in batches:
         row = loss_of(drafter, batch, config, head=TinyHead(dtype=compute.dtype), compute=compute)
         if row.loss is not None:
@@ -72,8 +74,6 @@ def test_labels_are_the_argmax_of_the_row_before_the_slot():
     verifier = torch.zeros(10, 8)
     verifier[:, 0] = rows
     asked: list[torch.Tensor] = []
-    import dflash_cache.train.step as step
-
     original = step.chunked_loss
 
     def watch(*args, **kwargs):
@@ -122,8 +122,6 @@ def test_the_update_does_not_depend_on_how_documents_are_split_into_rows():
 
 
 def test_padding_blocks_change_neither_loss_nor_gradients(monkeypatch: pytest.MonkeyPatch):
-    import dflash_cache.train.step as step
-
     batch = make_batch([Document(12)], 16)
     plain, sums = gradients(tiny_drafter(), [batch], compute=CPU64)
     monkeypatch.setattr(step, "pad_multiple", lambda *_: 14)  # 9 real blocks and 5 of padding
@@ -147,7 +145,7 @@ def test_overlapping_blocks_do_not_leak_into_each_other():
     def losses(row: int | None) -> float:
         batch = make_batch([Document(20, supervised=supervised)])
         if row is not None:
-            batch.features.exponent[row] ^= 1
+            batch.features[row] += 1
         return float(loss_of(tiny_drafter(), batch).sums.loss_sum)
 
     base = losses(None)  # anchors 10 and 13
@@ -170,6 +168,71 @@ def test_noise_touches_the_input_of_fc_only_and_is_bounded():
     assert float(quiet.loss) != float(loud.loss)
     again = loss_of(tiny_drafter(), batch, LossConfig(feature_noise=0.25))
     assert float(again.loss) == float(loud.loss)
+
+
+def test_gaussian_noise_has_its_standard_deviation_and_no_bound():
+    batch, generator = make_batch([Document(400)]), torch.Generator().manual_seed(0)
+    noise = row_inputs(batch, CPU32, 0.25, generator, "gaussian").features_TF - row_inputs(batch, CPU32).features_TF
+    assert float(noise.std()) == pytest.approx(0.25, rel=0.02)
+    assert float(noise.mean()) == pytest.approx(0.0, abs=0.01)
+    assert float(noise.abs().max()) > 0.75
+
+
+@pytest.mark.parametrize("kind", ["uniform", "gaussian"])
+@pytest.mark.parametrize("label", ["teacher", "soft"])
+def test_what_the_teacher_says_is_the_same_with_noise(label: str, kind: str):
+    head, seen = TinyHead(), []
+    original = head.teacher_logits
+    head.teacher_logits = lambda states: (seen.append(states.clone()), original(states))[1]  # type: ignore[method-assign]
+    batch = make_batch([Document(10)])
+    before = batch.verifier.clone()
+    for noise in (0.0, 0.5):
+        loss_of(tiny_drafter(), batch, LossConfig(label=label, feature_noise=noise, feature_noise_kind=kind), head=head)
+    half = len(seen) // 2
+    assert half > 0
+    assert all(torch.equal(quiet, loud) for quiet, loud in zip(seen[:half], seen[half:]))
+    assert torch.equal(batch.verifier, before)
+
+
+@pytest.mark.parametrize(("from_anchor", "drafted"), [(False, 3), (True, 4)])
+def test_a_block_of_4_drafts_3_tokens_or_4_from_the_anchor(from_anchor: bool, drafted: int):
+    """Document of 10, anchors 2..8: seven first slots; a perfect drafter's streak is the number of drafted slots."""
+    drafter = tiny_drafter(sample_from_anchor=from_anchor)
+    counts = loss_of(drafter, make_batch([Document(10)])).sums.counts
+    assert counts.count_S.tolist() == [7, 6, 5, 4][:drafted]
+    perfect = quality(replace(counts, full_streak_sum=counts.full_blocks * drafted))
+    assert perfect.tau_full == drafted + 1
+
+
+def test_drafting_from_the_anchor_asks_slot_k_for_the_token_after_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Text 10..19, anchor 6 and 7 and 8: slots 0.. are asked for 17 18 19 | 18 19 | 19, and each from its own slot's output."""
+    asked, original = [], step.chunked_loss
+
+    def watch(hidden_MH: torch.Tensor, *args, **kwargs):
+        asked.append((len(hidden_MH), kwargs["label_M"].tolist()))
+        return original(hidden_MH, *args, **kwargs)
+
+    monkeypatch.setattr(step, "chunked_loss", watch)
+    batch = make_batch([Document(10, ids=range(10, 20), supervised=[0] * 6 + [1] * 4)])
+    loss_of(tiny_drafter(sample_from_anchor=True), batch, LossConfig(label="data"))
+    assert asked == [(6, [17, 18, 19, 18, 19, 19])]
+
+
+def test_changing_a_document_leaves_the_loss_of_the_next_one_as_it_is_bit_for_bit():
+    """Its tokens, features and verifier states: all that a packed neighbour holds."""
+    losses = set()
+    for seed, ids in ((1, range(4, 14)), (9, range(14, 24))):
+        first = Document(10, seed=seed, ids=ids, supervised=[1] + [0] * 9)
+        losses.add(float(loss_of(tiny_drafter(), make_batch([first, Document(12, seed=2)])).loss))
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("length", [17, 18, 19])
+def test_documents_of_any_length_train_in_blocks_of_four(length: int):
+    row = loss_of(tiny_drafter(), make_batch([Document(length)]))
+    assert row.sums.counts.count_S.tolist() == [length - 3, length - 4, length - 5]
+    row.loss.backward()
+    assert row.loss.isfinite()
 
 
 def test_the_teacher_runs_once_per_row_and_only_where_asked_and_later_not_at_all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from dflash_cache.train import checkpoint
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.schedule import lr_at
-from dflash_cache.train.trainer import Position, Trainer, row_stream, total_steps
+from dflash_cache.train.trainer import Trainer
+from dflash_cache.train.work import work
 
 
 class FakeRows:
@@ -30,9 +31,12 @@ class FakeRows:
     def rows_per_epoch(self, epoch: int) -> int:
         return self.per_epoch
 
-    def epoch(self, epoch: int, start_row: int = 0) -> Iterator[Batch]:
+    def tokens_per_row(self, epoch: int) -> list[int]:
+        return [23] * self.per_epoch
+
+    def epoch(self, epoch: int, start_row: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         order = torch.randperm(self.per_epoch, generator=torch.Generator().manual_seed(epoch)).tolist()
-        for number in order[start_row:]:
+        for number in order[start_row:] if rows is None else [order[row] for row in rows]:
             self.read.append((epoch, number))
             batch = make_batch([Document(14, seed=2 * number), Document(9, seed=2 * number + 1)], 24, first_sample=2 * number)
             yield self.change(epoch, number, batch) if self.change else batch
@@ -41,7 +45,7 @@ class FakeRows:
 def configured(**sections: dict[str, Any]) -> TrainConfig:
     base: dict[str, dict[str, Any]] = {
         "optim": {"steps": 12, "lr": 1e-2, "warmup_ratio": 0.3},
-        "run": {"tensorboard": False, "log_every": 1, "checkpoint_every": 100},
+        "run": {"trackers": (), "log_every": 1, "checkpoint_every": 100},
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
@@ -116,26 +120,6 @@ def test_resuming_at_the_end_of_an_epoch_loses_no_row(tmp_path: Path):
     assert [number for epoch, number in rows.read if epoch == 1] == torch.randperm(5, generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def test_steps_follow_from_epochs_and_fractions_of_them():
-    rows = FakeRows(5)
-    assert total_steps(configured(optim={"steps": None, "epochs": 6.0}), rows) == 30
-    assert total_steps(configured(optim={"steps": None, "epochs": 1.5, "accumulate_rows": 4}), rows) == 2
-    assert total_steps(configured(optim={"steps": 7}), rows) == 7
-
-
-def test_rows_go_on_epoch_after_epoch_and_never_repeat_within_one():
-    rows = FakeRows(3)
-    stream = row_stream(rows, Position(0, 2))
-    positions = [next(stream)[1] for _ in range(5)]
-    assert positions == [Position(0, 3), Position(1, 1), Position(1, 2), Position(1, 3), Position(2, 1)]
-    assert sorted(rows.read[1:4]) == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_caches_without_rows_end_the_run():
-    with pytest.raises(RunFailed, match="no rows"):
-        next(row_stream(FakeRows(0), Position()))
-
-
 def test_training_lowers_the_loss(tmp_path: Path):
     summary = trainer(configured(optim={"steps": 60}), tmp_path).train()
     logged = lines(tmp_path)
@@ -145,9 +129,9 @@ def test_training_lowers_the_loss(tmp_path: Path):
 
 
 def poisoned(batch: Batch) -> Batch:
-    exponent = batch.features.exponent.clone()
-    exponent[2] = 255  # NaN or infinity
-    return replace(batch, features=replace(batch.features, exponent=exponent))
+    features = batch.features.clone()
+    features[2] = float("nan")
+    return replace(batch, features=features)
 
 
 def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(tmp_path: Path):
@@ -157,8 +141,8 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(tmp_path: Pa
     part.train(stop_after=1)
     before = {name: p.detach().clone() for name, p in part.drafter.named_parameters()}
     moments = part.optimizer.state[part.parameters[0]]["exp_avg"].clone()
-    window = part._one_step(row_stream(rows, part.position), 0.01)
-    assert (window.skipped, part.skipped) == (1, 1)
+    window, _ = part._one_step(next(work(rows, part.position, part.config.optim)), 0.01)
+    assert (window.skipped, part.state.skipped_steps) == (1, 1)
     assert all(torch.equal(p, before[name]) for name, p in part.drafter.named_parameters())
     assert torch.equal(part.optimizer.state[part.parameters[0]]["exp_avg"], moments)
     assert all(p.grad is None for p in part.parameters)
@@ -201,5 +185,63 @@ def test_the_logged_loss_is_the_mean_over_the_window_whatever_is_accumulated(tmp
 
 
 def test_tensorboard_events_are_written_when_asked_for(tmp_path: Path):
-    trainer(configured(optim={"steps": 2}, run={"tensorboard": True}), tmp_path).train()
+    trainer(configured(optim={"steps": 2}, run={"trackers": ["tensorboard"]}), tmp_path).train()
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_updates_too_small_for_the_type_of_the_products_are_not_lost(tmp_path: Path):
+    """Around 1 a bfloat16 moves in steps of 1/128; 40 updates of at most 1e-4 each must still add up in the float32 weights."""
+    config = configured(optim={"steps": 40, "lr": 1e-4, "warmup_ratio": 0.0, "schedule": "constant"})
+    compute = replace(CPU32, dtype=torch.bfloat16)
+    part = Trainer(config, FakeRows(), tiny_drafter(spread=0.0), TinyHead(dtype=torch.bfloat16), compute, tmp_path)  # type: ignore[arg-type]
+    before = part.drafter.norm.weight.detach().clone()
+    assert torch.equal(before, torch.ones(8))
+    part.train()
+    moved = (part.drafter.norm.weight.detach() - before).abs()
+    assert part.drafter.norm.weight.dtype == torch.float32
+    assert 1e-4 < float(moved.max()) < 40.5e-4
+    assert torch.equal(part.drafter.norm.weight.detach().bfloat16()[moved < 1 / 512], before.bfloat16()[moved < 1 / 512])
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[3], [2, 1], [0]]])
+def test_an_update_does_not_depend_on_how_documents_are_split_into_rows(tmp_path: Path, split: list[list[int]]):
+    """Documents of 1, 1, 4 and 4 anchors: means of means would weigh them by their company."""
+    documents = [Document(n, seed=n * 10 + i, supervised=[0] * 2 + [1] * (n - 2)) for i, n in enumerate((4, 4, 7, 7))]
+
+    class Split(FakeRows):
+        def epoch(self, epoch: int, start_row: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
+            for row in split[start_row:]:
+                batch = make_batch([documents[number] for number in row], 32)
+                yield replace(batch, sample_ids=tuple((0, number) for number in row))
+
+    def weights(rows: FakeRows, run: Path) -> tuple[list[torch.Tensor], float]:
+        run.mkdir()
+        part = trainer(configured(optim={"steps": 1, "accumulate_rows": rows.per_epoch, "lr": 1e-3}), run, rows)
+        part.train()
+        return [parameter.detach() for parameter in part.parameters], lines(run)[0]["loss"]
+
+    ours, loss = weights(Split(len(split)), tmp_path / "split")
+    split = [[0, 1, 2, 3]]
+    whole, expected = weights(Split(1), tmp_path / "whole")
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(ours, whole))
+
+
+def test_a_line_of_the_log_weighs_its_steps_by_what_they_hold(tmp_path: Path):
+    """Two steps of one line: a row of 12 blocks, and the same with all but 3 of them unsupervised."""
+
+    def thinned(epoch: int, number: int, batch: Batch) -> Batch:
+        if number % 2:
+            return batch
+        keep = torch.arange(24) < 5
+        return replace(batch, loss_mask_T=batch.loss_mask_T & keep, next_supervised_T=batch.next_supervised_T & (torch.arange(24) < 4))
+
+    for every, name in ((1, "each"), (2, "both")):
+        (tmp_path / name).mkdir()
+        trainer(configured(optim={"steps": 2, "lr": 1e-30}, run={"log_every": every}), tmp_path / name, FakeRows(2, thinned)).train()
+    each, (both,) = lines(tmp_path / "each"), lines(tmp_path / "both")
+    assert len({line["blocks"] for line in each}) == 2
+    assert both["blocks"] == sum(line["blocks"] for line in each)
+    assert both["streak"] == pytest.approx(sum(line["streak"] * line["blocks"] for line in each) / both["blocks"])
+    assert min(line["loss"] for line in each) < both["loss"] < max(line["loss"] for line in each)
+    assert both["loss"] != pytest.approx(sum(line["loss"] for line in each) / 2)

@@ -10,7 +10,7 @@ TINY: dict[str, dict[str, Any]] = {
     "data": {"row_tokens": 64},
     "model": {"block_size": 4, "num_layers": 1, "mask_token_id": 0},
     "optim": {"steps": 4},
-    "run": {"device": "cpu", "dtype": "float32", "tensorboard": False, "checkpoint_every": 2, "log_every": 1},
+    "run": {"device": "cpu", "dtype": "float32", "trackers": (), "checkpoint_every": 2, "log_every": 1},
 }
 
 
