@@ -15,6 +15,7 @@ TOKENS_JSON: Final = "tokens.json"
 PARTS: Final = "parts"
 PARTIAL: Final = "partial"
 REJECTS: Final = "rejects.jsonl"
+LOG: Final = "extract.log.jsonl"
 QUARANTINE: Final = "quarantine"
 ZARR_JSON: Final = "zarr.json"
 
@@ -31,6 +32,11 @@ _PART_NAME = re.compile(r"(\d{8})-(\d{4})")
 def part_name(number: int, writer: int) -> str:
     """`NNNNNNNN-WWWW`: the number of the part among those of its writer, and the writer's id."""
     return f"{number:08d}-{writer:04d}"
+
+
+def seat_name(writer: int) -> str:
+    """The folder under `partial/` whose lock a writer holds."""
+    return f"writer-{writer:04d}"
 
 
 def parse_part_name(name: str) -> tuple[int, int] | None:

@@ -59,6 +59,14 @@ class ProgressBar:
         self._last_line = time.monotonic()
         elapsed = self._last_line - self._started
         done_now = self.done - self._start
-        left = f", {elapsed / done_now * (self.total - self.done):.0f} s left" if self.total and done_now else ""
+        left = f", {duration(elapsed / done_now * (self.total - self.done))} left" if self.total and done_now else ""
         of = f"/{self.total}" if self.total else ""
-        print(f"{self.title}: {self.done}{of} in {elapsed:.0f} s{left}  {self._note}".rstrip(), file=sys.stderr, flush=True)
+        print(f"{self.title}: {self.done}{of} in {duration(elapsed)}{left}  {self._note}".rstrip(), file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -90,6 +90,10 @@ class TextSpec(Config):
     """each: every assistant turn ends a sample of its own."""
 
 
+LATER_TEXT_FIELDS = {"template_args", "overlong", "supervise", "turns"}
+"""Fields of TextSpec that caches of format version 1 may lack. Whatever is added to the settings must be left out alike."""
+
+
 class GenerationSpec(Config):
     """How the target wrote the answers."""
 
@@ -169,13 +173,19 @@ class CacheSpec(Config):
     limits: Limits = Limits()  # type: ignore[call-arg]
     provenance: Provenance = Provenance()
 
-    @model_validator(mode="after")
-    def _fingerprint_fits(self) -> CacheSpec:
-        right = fingerprint(self.settings.model_dump(mode="json"))
-        if not self.fingerprint:
-            object.__setattr__(self, "fingerprint", right)
-        elif self.fingerprint != right:
+    @model_validator(mode="before")
+    @classmethod
+    def _fingerprint_fits(cls, document: Any) -> Any:
+        """It is that of the settings as they stand in the file."""
+        given = document if isinstance(document, dict) and isinstance(document.get("settings"), dict) else {}
+        if given.get("fingerprint") and given["fingerprint"] != fingerprint(given["settings"]):
             raise ValueError("the fingerprint does not belong to these settings; cache.json was edited or damaged")
+        return document
+
+    @model_validator(mode="after")
+    def _complete(self) -> CacheSpec:
+        if not self.fingerprint:
+            object.__setattr__(self, "fingerprint", fingerprint(as_written(self.settings)))
         chunk = self.limits.chunk_tokens * self.hidden_size
         if chunk > MAX_CHUNK_BYTES:
             raise ValueError(f"a chunk of {self.limits.chunk_tokens} tokens would have {chunk} bytes; the limit is {MAX_CHUNK_BYTES}")
@@ -202,9 +212,20 @@ class CacheSpec(Config):
         return (len(self.layer_ids) + 1) * self.hidden_size * 2
 
 
+def as_written(settings: Settings) -> dict[str, Any]:
+    """The settings as they stand in `cache.json`: what format version 1 did not begin with is left out where it has its default.
+
+    So a cache of an earlier program is read and continued, and equal settings have one fingerprint whichever program wrote them.
+    """
+    document = settings.model_dump(mode="json")
+    defaults = TextSpec.model_construct().model_dump(mode="json", include=LATER_TEXT_FIELDS)
+    document["text"] = {name: value for name, value in document["text"].items() if name not in defaults or value != defaults[name]}
+    return document
+
+
 def save(cache: Path, spec: CacheSpec) -> None:
     """Write `cache.json`, atomically, sealed with a digest over all of it."""
-    document = spec.model_dump(mode="json")
+    document = {**spec.model_dump(mode="json"), "settings": as_written(spec.settings)}
     atomic.write_json(cache / layout.CACHE_JSON, {**document, "digest": digest_bytes(canonical(document))})
 
 
@@ -278,7 +299,7 @@ def _finite(text: str) -> float:
 
 def check_same_settings(cache: Path, existing: CacheSpec, wanted: CacheSpec) -> None:
     """Raise InputError, naming every setting that differs, when `wanted` may not be written into `existing`."""
-    if existing.fingerprint == wanted.fingerprint:
+    if existing.settings == wanted.settings:
         return
     found = differences(existing.settings.model_dump(mode="json"), wanted.settings.model_dump(mode="json"))
     lines = "".join(f"\n  - {name}: the cache has {have!r}, this run has {want!r}" for name, have, want in found)

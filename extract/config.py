@@ -83,6 +83,14 @@ class ExtractConfig(RowsConfig):
     """A part is published once it is this old, seconds."""
     batch_size: int = Field(4, gt=0)
     """Documents in one forward pass of the transformers engine."""
+    workers: int = Field(1, ge=1, le=1000)
+    """Processes of this extraction, each with an engine of its own on its own GPUs."""
+    rank: int = Field(0, ge=0)
+    """Which of `world_size` extractions into one cache this is, each of which takes its share of the documents."""
+    world_size: int = Field(1, ge=1, le=1000)
+    """How many extractions share the work; each is started with the same settings and data and a rank of its own."""
+    stall_seconds: float = Field(600.0, gt=0)
+    """The run fails, naming the documents, when some are being computed and none has finished for so long, seconds."""
     max_disagreement: float = Field(MAX_DISAGREEMENT, ge=0, le=1)
     """Stop when the stored state's own prediction differs from the engine's in more than this share of the samples."""
     min_samples: int = Field(50, gt=0)
@@ -97,9 +105,15 @@ class ExtractConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> ExtractConfig:
-        unused = [name for name in ("supervise", "turns", "overlong", "min_supervised") if getattr(self, name) != type(self).model_fields[name].default]
+        unused = [
+            name for name in ("supervise", "turns", "overlong", "min_supervised") if getattr(self, name) != type(self).model_fields[name].default
+        ]
         if self.generate and unused:
             raise ValueError(f"{', '.join(unused)} concern answers that the data has; with generate the target's own are learned from, whole")
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}: ranks count from 0 to world_size - 1")
+        if self.workers * self.world_size > 10_000:
+            raise ValueError("workers times world_size may be 10,000 at most, because a part's name has four digits for its writer")
         if self.turns == "each" and self.supervise != "assistant":
             raise ValueError(f"turns each learns from one assistant turn a sample, which supervise {self.supervise} contradicts")
         return self

@@ -78,6 +78,10 @@ class DocumentStore:
         """The document's 16-byte key."""
         return bytes(self._keys[KEY_BYTES * number : KEY_BYTES * (number + 1)])
 
+    def length(self, number: int) -> int:
+        """The document's tokens."""
+        return self._lengths[number]
+
     def place(self, number: int) -> tuple[str, int]:
         """The document's source and row."""
         return self._names[self._sources[number]], self._rows[number]

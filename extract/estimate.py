@@ -71,7 +71,9 @@ class Estimate:
         error = f" ± {self.tokens_error:,}" if self.tokens_error else ""
         lines = [f"{self.rows:,} rows{sampled}: {self.samples:,} samples, {self.rejects:,} rejects"]
         lines += [f"  {count:,} x {reason}" for reason, count in self.reject_reasons.items()]
-        lines.append(f"{'at most ' if self.is_bound else ''}{self.tokens:,}{error} tokens ({self.supervised_tokens:,} supervised), layers {', '.join(map(str, self.layer_ids))}")
+        lines.append(
+            f"{'at most ' if self.is_bound else ''}{self.tokens:,}{error} tokens ({self.supervised_tokens:,} supervised), layers {', '.join(map(str, self.layer_ids))}"
+        )
         lines.append(f"about {self.stored_bytes / 1e9:.3f} GB on disk ({self.raw_bytes / 1e9:.3f} GB raw) in {self.parts:,} parts")
         if self.hours is None:
             lines.append("hours: not known for answers to be written; give --tokens-per-second, as a short run prints it")
@@ -129,6 +131,11 @@ def estimate(config: ExtractConfig, tokens_per_second: float | None = None) -> E
     return _result(plan, sums, tokens_per_second)
 
 
+def stored_share(layers: int, mantissa_bits: int) -> float:
+    """Stored bytes over plain bfloat16 with so many feature layers; the verifier's states are always lossless."""
+    return (layers * STORED_SHARE[mantissa_bits] + STORED_SHARE[7]) / (layers + 1)
+
+
 def _choose(source: Source, seed: int) -> tuple[int, list[Row]]:
     """How many rows there are, and those to look at."""
     count = count_rows(source)
@@ -172,8 +179,7 @@ def _add(sums: _Sums, count: int, lengths: list[tuple[int, int]], documents: int
 def _result(plan: Plan, sums: _Sums, rate: float | None) -> Estimate:
     tokens = round(sums.tokens)
     raw_bytes = tokens * plan.spec.raw_bytes_per_token
-    layers = len(plan.spec.layer_ids)
-    share = (layers * STORED_SHARE[plan.config.mantissa_bits] + STORED_SHARE[7]) / (layers + 1)
+    share = stored_share(len(plan.spec.layer_ids), plan.config.mantissa_bits)
     given = rate is not None
     if not given and not plan.config.generate:
         rate = min(PREFILL_FLOPS / (2 * plan.target.active_parameters), MEASURED_RATE)

@@ -21,6 +21,8 @@ MakeCheck = Callable[[Path], FidelityCheck]
 """Builds the check from a cache whose `target/` is written."""
 
 
+FIRST_SAMPLES = 3
+"""When all of the first so many are wrong, the run stops at once: a wrong layer or norm is wrong from the first document on."""
 HOPELESS_SAMPLES = 8
 """From so many samples on, more than half of them wrong stops the run at once."""
 
@@ -48,7 +50,7 @@ class FidelityMonitor:
         self.samples += len(stored)
         self.agreed += int(np.count_nonzero(self._check(bits_SH, top1_S)))
         wrong = self.samples - self.agreed
-        hopeless = self.samples >= HOPELESS_SAMPLES and 2 * wrong > self.samples
+        hopeless = (wrong == self.samples >= FIRST_SAMPLES) or (self.samples >= HOPELESS_SAMPLES and 2 * wrong > self.samples)
         if hopeless or (self.samples >= self._min and wrong > self._max * self.samples):
             self._fail()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-import time
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 from ..common.errors import InputError
@@ -18,15 +19,22 @@ from .account import Account, ExtractSummary
 from .config import ExtractConfig
 from .dataset import Row
 from .document_store import DocumentStore
-from .engine import Engine, EngineJob, WriterCounts
+from .engine import Engine, EngineJob
+from .extract_log import ExtractLog, logged
 from .fidelity import FidelityMonitor, MakeCheck
+from .meter import Meter
 from .plan import Plan, make_plan
+from .preflight import check_space, preflight
 from .prepare import Prepared, make_converter, prepare
 from .rejects import count_reasons, load_rejects, save_rejects
 from .sources import size_bytes
+from .stall import watched_run
 from .target_files import write_target_files
 from .tokens import eos_token_ids
 from .writer import clear_leftovers, open_cache, stored_keys
+
+CLOSE_SECONDS = 60.0
+"""How long an engine may take to let go after an error."""
 
 
 def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSummary:
@@ -35,6 +43,7 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
     Raises InputError for wrong input, RunFailed when the engine dies or fidelity fails, DiskFull. Published parts stay.
     """
     plan = make_plan(config)
+    preflight(plan)
     prepared = _prepare(plan)
     documents, cache = prepared.documents, config.cache
     with only_writer(cache):
@@ -46,12 +55,16 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
         todo = [number for number in range(len(documents)) if documents.key(number) not in known]
         random.Random(config.seed).shuffle(todo)
         account = Account(prepared, already_stored=len(documents) - len(todo))
-        if todo:
-            stops = tuple(eos_token_ids(plan.target.folder, plan.tokenizer))
-            _extract(EngineJob(config, plan.target, cache, existing, stops), documents, todo, make_check, account)
-        else:
-            save_rejects(cache, account.rejects, account.passed)
-    return account.summary(config, existing)
+        with logged(cache, {"config": config.model_dump(mode="json"), "documents": len(documents), "to_do": len(todo)}) as log:
+            if todo:
+                check_space(config, existing, documents, todo)
+                stops = tuple(eos_token_ids(plan.target.folder, plan.tokenizer))
+                _extract(EngineJob(config, plan.target, cache, existing, stops), documents, todo, make_check, account, log)
+            else:
+                save_rejects(cache, account.rejects, account.passed)
+            summary = account.summary(config, existing)
+            log.write("finished", summary=summary.to_dict())
+    return summary
 
 
 def _prepare(plan: Plan) -> Prepared:
@@ -90,22 +103,23 @@ def nearest_folder(path: Path) -> Path | None:
     return found if found is not None and os.access(found, os.W_OK) else None
 
 
-def _extract(job: EngineJob, documents: DocumentStore, todo: list[int], make_check: MakeCheck | None, account: Account) -> None:
+def _extract(job: EngineJob, documents: DocumentStore, todo: list[int], make_check: MakeCheck | None, account: Account, log: ExtractLog) -> None:
     engine = start_engine(job)
-    started = time.monotonic()
     try:
         # After the engine: on a GPU it measures the free memory when it starts.
         check = make_check(job.cache) if make_check else None
         monitor = account.monitor = FidelityMonitor(check, job.config.max_disagreement, job.config.min_samples)
         with ProgressBar("extracting", len(todo)) as bar:
-            for outcomes in engine.run(documents.take(todo)):
+            meter = Meter(bar, log, account, job.spec.raw_bytes_per_token)
+            for outcomes in watched_run(engine, documents.take(todo), job.config.stall_seconds):
                 monitor.add(outcomes)
                 for outcome in outcomes:
                     account.add(outcome)
-                bar.update(len(outcomes), _note(account.tokens, time.monotonic() - started, engine.counts()))
-        account.seconds = time.monotonic() - started
-        monitor.finish()
-        account.counts = engine.close(publish=True)
+                meter.step(len(outcomes), engine.counts())
+            account.seconds = meter.seconds
+            monitor.finish()
+            account.counts = engine.close(publish=True)
+            meter.step(0, account.counts)
     except BaseException:
         _let_go(engine)
         raise
@@ -114,11 +128,15 @@ def _extract(job: EngineJob, documents: DocumentStore, todo: list[int], make_che
 
 
 def _let_go(engine: Engine) -> None:
-    """Drop the pending part; published parts stay. The error that led here is the one to show."""
-    try:
-        engine.close(publish=False)
-    except Exception:
-        return
+    """Drop the pending part; published parts stay. The error that led here is the one to show, even if the engine is stuck."""
+
+    def close() -> None:
+        with suppress(Exception):
+            engine.close(publish=False)
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(CLOSE_SECONDS)
 
 
 def start_engine(job: EngineJob) -> Engine:
@@ -130,11 +148,6 @@ def start_engine(job: EngineJob) -> Engine:
     from .engine_transformers import TransformersEngine
 
     return TransformersEngine(job)
-
-
-def _note(tokens: int, seconds: float, counts: WriterCounts) -> str:
-    rate = tokens / seconds if seconds else 0.0
-    return f"{tokens} tokens, {rate:.0f} tok/s, {counts.stored_bytes / 1e6:.1f} MB in {counts.parts} parts"
 
 
 def _nothing_usable(prepared: Prepared) -> InputError:

@@ -86,7 +86,7 @@ def _around(text: str, messages: Messages, turns: Sequence[int], render: Render)
     pieces = []
     for number in range(len(turns)):
         piece, found, rest = rest.partition(f"{stem}{number:06d}")
-        if not found or stem in piece:  # out of order
+        if not found:  # or printed out of order
             return None
         pieces.append(piece)
     return None if stem in rest else [*pieces, rest]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from ..common import atomic, layout, manifest, spec
 from ..common.errors import CacheDamaged, InputError, guard_writing
-from ..common.lock import Hold
+from ..common.lock import Hold, WriterSeat
 from ..common.sample import Sample
 from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
@@ -85,7 +85,7 @@ class CacheWriter:
     """Writes samples into one cache. Not thread-safe; several processes may write with different `writer_id`s.
 
     Raises DiskFull when a write finds no space, InputError when one is not allowed: the part under construction is dropped,
-    published parts stay. While it is open, it holds `partial/` (see `lock.only_writer`).
+    published parts stay. While it is open, it holds `partial/` (see `lock.only_writer`) and its own seat there.
     """
 
     def __init__(self, cache: Path, existing: CacheSpec, writer_id: int = 0, threads: int | None = None) -> None:
@@ -98,6 +98,7 @@ class CacheWriter:
         with guard_writing(cache):
             partial = _partial(cache)
             self._hold = Hold(partial, shared=True)
+            self._seat = WriterSeat(partial, writer_id)
             atomic.make_folder(cache / layout.PARTS)
             for folder in partial.iterdir():
                 if (parsed := layout.parse_part_name(folder.name)) and parsed[1] == writer_id:
@@ -141,11 +142,16 @@ class CacheWriter:
     def close(self) -> None:
         """Publish what remains and let go of the cache."""
         self.publish()
-        self._hold.close()
+        self._let_go()
 
     def abandon(self) -> None:
         """Drop the part under construction and let go of the cache."""
         self._drop()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with suppress(OSError):  # its folder may have been deleted, and is of no use any more
+            self._seat.close()
         self._hold.close()
 
     def _drop(self) -> None:

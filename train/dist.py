@@ -102,10 +102,8 @@ def join(launch: Launch, config: DistributedConfig, device: torch.device) -> Ite
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group.init_process_group(backend, rank=launch.rank, world_size=launch.size, timeout=datetime.timedelta(seconds=config.timeout_seconds))
-    try:
-        yield Processes(launch.rank, launch.size, mode, device)
-    finally:
-        group.destroy_process_group()
+    yield Processes(launch.rank, launch.size, mode, device)
+    group.destroy_process_group()  # not after an error: it would wait for processes that wait for this one
 
 
 def shard(drafter: nn.Module, layers: nn.ModuleList, compute: Compute, processes: Processes) -> None:

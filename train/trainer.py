@@ -129,12 +129,13 @@ class Trainer:
                 window = window + done
                 if log is not None and samples:
                     log.write_samples(self.step, samples)
-                if log is not None and (self.step % config.log_every == 0 or self.step == last):
-                    log.write(self.step, self.state.epoch, lr, window)
-                if self.step % config.log_every == 0 or self.step == last:
-                    shown, window = window, Window()
                 is_best = self._evaluate(log)
-                if is_best or self.step % config.checkpoint_every == 0 or self.step == last or self._stalls():
+                ends = self.step == last or self._stalls()
+                if ends or self.step % config.log_every == 0:
+                    if log is not None:
+                        log.write(self.step, self.state.epoch, lr, window)
+                    shown, window = window, Window()
+                if ends or is_best or self.step % config.checkpoint_every == 0:
                     saved = self.save()
                 if bar is not None:
                     bar.update(1, (window if window.sums is not None else shown).note())

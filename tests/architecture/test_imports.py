@@ -19,6 +19,7 @@ DOORS = {  # outside library -> the only files that may import it ("x/*": the wh
     "torch": {
         "train/*",
         "extract/connector.py",
+        "extract/devices.py",
         "extract/engine_vllm.py",
         "extract/engine_transformers.py",
         "extract/target.py",

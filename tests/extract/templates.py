@@ -25,8 +25,8 @@ SYSTEM_DEFAULT = (
 
 THINKING = """\
 {%- if tools %}{{- '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{- '\n' + (tool | tojson) }}{% endfor %}{{- '<|im_end|>\n' }}{% endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' and not m.content.startswith('<tool_response>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- set ns = namespace(last=messages | length - 1) %}
+{%- for m in messages %}{% if m.role == 'user' and not (m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set content = m.content %}{% set thought = (m.reasoning_content or '').strip('\n') %}
@@ -115,9 +115,14 @@ def _system_default(messages: Messages) -> Pieces:
     return ([] if own else [("<|im_start|>system\nYou are helpful.<|im_end|>\n", False)]) + _chatml(messages)
 
 
+def _is_tool_response(content: str) -> bool:
+    return content.startswith("<tool_response>") and content.endswith("</tool_response>")
+
+
 def _thinking(messages: Messages) -> Pieces:
     pieces: Pieces = []
-    last = max((i for i, m in enumerate(messages) if m["role"] == "user" and not m["content"].startswith("<tool_response>")), default=-1)
+    asked = [i for i, m in enumerate(messages) if m["role"] == "user" and not _is_tool_response(m["content"])]
+    last = asked[-1] if asked else len(messages) - 1
     for i, m in enumerate(messages):
         if m["role"] == "tool":
             first, final = messages[i - 1]["role"] != "tool", i + 1 == len(messages) or messages[i + 1]["role"] != "tool"

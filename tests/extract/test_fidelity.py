@@ -40,3 +40,10 @@ def test_without_a_check_nothing_is_counted():
     monitor = FidelityMonitor(None, 0.02, 1)
     monitor.add([outcome(8)])
     assert monitor.agreement is None
+
+
+def test_three_wrong_samples_at_the_start_stop_the_run_at_once():
+    monitor = FidelityMonitor(agrees_with_first_bit, 0.02, 50)
+    monitor.add([outcome(8), outcome(8)])
+    with pytest.raises(RunFailed, match="3 of 3 samples disagree"):
+        monitor.add([outcome(8)])

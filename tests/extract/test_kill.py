@@ -100,7 +100,7 @@ def assert_same_cache(cache: Path, reference: Path) -> None:
             assert np.array_equal(getattr(sample, field.name), getattr(theirs[key], field.name)), field.name
     assert (cache / "rejects.jsonl").read_bytes() == (reference / "rejects.jsonl").read_bytes()
     assert verify(cache, teacher=False).problems == []
-    assert sorted(path.name for path in cache.iterdir()) == ["cache.json", "partial", "parts", "rejects.jsonl", "target"]
+    assert sorted(path.name for path in cache.iterdir()) == ["cache.json", "extract.log.jsonl", "partial", "parts", "rejects.jsonl", "target"]
     assert list((cache / "partial").iterdir()) == []
 
 

@@ -99,7 +99,7 @@ def test_rejected_rows_are_counted_and_listed_and_the_others_are_stored(settings
 
 
 def test_when_every_row_is_rejected_the_reasons_are_told_and_nothing_is_written(settings: Settings):
-    config = settings(["", "", {"text": 1}])
+    config = settings(["", "", {"nothing": 1}])
     with pytest.raises(InputError, match="none of the 3 rows can be used") as error:
         run(config)
     assert "2 x the line is empty" in str(error.value)

@@ -53,7 +53,7 @@ FRAGMENTS = st.sampled_from(
 )
 TEXT = st.lists(st.one_of(FRAGMENTS, st.text(max_size=6)), max_size=5).map("".join)
 SAID = TEXT.filter(bool)
-THOUGHT = st.one_of(st.none(), TEXT.map(lambda text: text.replace("</think>", "")))
+THOUGHT = st.one_of(st.none(), TEXT.map(lambda text: text.replace("</think>", "")).filter(lambda text: text.strip("\n")))
 
 
 @st.composite

@@ -304,6 +304,14 @@ def test_template_arguments_are_in_ids_mask_and_prompt_alike():
     assert convert.tokenizer.decode(convert.prompt(make_conversation([USER]))).endswith("assistant\n")
 
 
+def test_the_generation_prompt_is_that_of_the_rows_own_arguments():
+    """One that opens a thought only on demand, which the row's content repeats."""
+    opens = templates.OPENS_THOUGHT.replace("'<|im_start|>assistant\n<think>\n'", "'<|im_start|>assistant\n' + ('<think>\n' if opened else '')")
+    messages = [USER, answer("<think>\nR</think>C")]
+    assert supervised(converter(opens), make_conversation(messages)) == "<think>\nR</think>C<|im_end|>"
+    assert supervised(converter(opens), make_conversation(messages, None, {"opened": True})) == "R</think>C<|im_end|>"
+
+
 def test_a_tokenizer_that_adds_an_end_adds_none_behind_a_conversation():
     from tokenizers import processors
 
@@ -429,12 +437,13 @@ def test_given_tokens_keep_their_mask_and_without_one_are_supervised_whole():
 
 def test_no_array_is_shared_with_its_source_or_with_another_document():
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
-    convert = converter(overlong="truncate", max_length=3)
-    first = only(convert, TokenRow(ids, mask))
-    first.input_ids[:] = 9
-    first.loss_mask[:] = 0
-    assert (ids.tolist(), mask.tolist()) == ([0, 1, 2, 3], [1, 1, 1, 1])
-    assert only(convert, TokenRow(ids, mask)).loss_mask.tolist() == [1, 1, 1]
+    for max_length in (4, 3):
+        convert = converter(overlong="truncate", max_length=max_length)
+        first = only(convert, TokenRow(ids, mask))
+        first.input_ids[:] = 9
+        first.loss_mask[:] = 0
+        assert (ids.tolist(), mask.tolist()) == ([0, 1, 2, 3], [1, 1, 1, 1])
+        assert only(convert, TokenRow(ids, mask)).loss_mask.tolist() == [1] * max_length
     chat = converter()
     only(chat, tiny.chat("hi", "yo")).loss_mask[:] = 0
     assert only(chat, tiny.chat("hi", "yo")).loss_mask.sum() == 3

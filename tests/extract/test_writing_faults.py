@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +279,7 @@ class Stopping(FakeEngine):
     after = 0
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
-        for number, outcomes in enumerate(super().run(documents)):
-            if number == self.after:
-                break
-            yield outcomes
+        yield from super().run(islice(documents, self.after))
         raise RunFailed("stopped")
 
 

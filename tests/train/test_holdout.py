@@ -47,13 +47,6 @@ def test_it_gives_the_numbers_of_dflash_eval_and_changes_no_bit_of_the_training(
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_the_mean_of_the_weights_is_evaluated_when_there_is_one(caches: tuple[Path, Path], tmp_path: Path):
-    cache, held = caches
-    train(settings(optim={"ema_decay": 0.99}), [cache], tmp_path / "run", eval_caches=[held])
-    found = evaluate(tmp_path / "run", [held], EvalConfig(device="cpu", dtype="float32"))  # takes the mean as well
-    assert evaluations(tmp_path / "run")[-1]["accuracy_per_slot"] == list(found.quality.accuracy_per_slot)
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_its_numbers_do_not_depend_on_the_number_of_processes(caches: tuple[Path, Path], tmp_path: Path, mode: str):
     cache, held = caches
@@ -99,11 +92,27 @@ class Judge:
         return numbers
 
 
-def judged(run: Path, judge: Judge, **sections: dict[str, Any]) -> Trainer:
-    run.mkdir(exist_ok=True)
-    base = {"run": {"keep": 1, "checkpoint_every": 2}, "eval": {"every": 1}, "optim": {"steps": 6}}
+def judged(folder: Path, judge: Judge, **sections: dict[str, Any]) -> Trainer:
+    folder.mkdir(exist_ok=True)
+    base: dict[str, dict[str, Any]] = {"run": {"keep": 1, "checkpoint_every": 2}, "eval": {"every": 1}, "optim": {"steps": 6}}
     config = configured(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
-    return Trainer(config, FakeRows(), tiny_drafter(spread=0.1), TinyHead(), CPU32, run, evaluate=judge)  # type: ignore[arg-type]
+    return Trainer(config, FakeRows(), tiny_drafter(spread=0.1), TinyHead(), CPU32, folder, evaluate=judge)  # type: ignore[arg-type]
+
+
+def test_the_mean_of_the_weights_is_evaluated_when_there_is_one(tmp_path: Path):
+    seen: list[dict[str, torch.Tensor]] = []
+    judge = Judge(1.1)
+
+    def note(spec: Any, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        seen.append({name: tensor.clone() for name, tensor in weights.items()})
+        return judge(spec, weights)
+
+    part = judged(tmp_path, note, optim={"steps": 1, "ema_decay": 0.9})  # type: ignore[arg-type]
+    part.train()
+    assert part.mean is not None
+    assert seen[0].keys() == part.drafter.state_dict().keys()
+    assert all(torch.equal(tensor, part.mean.tensors[name]) for name, tensor in seen[0].items())
+    assert not torch.equal(seen[0]["fc.weight"], part.drafter.fc.weight)
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_loads(tmp_path: Path):
@@ -131,8 +140,9 @@ def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path):
 
 
 def test_the_run_stops_when_evaluations_do_not_get_better(tmp_path: Path):
-    summary = judged(tmp_path, Judge(1.1, 1.5, 1.4, 1.5, 9.9), eval={"patience": 2}).train()
+    summary = judged(tmp_path, Judge(1.1, 1.5, 1.4, 1.5, 9.9), eval={"patience": 2}, run={"log_every": 100}).train()
     assert (summary.steps, summary.best_step, summary.stopped_early) == (4, 2, True)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [4]  # the last steps are told
     assert checkpoint.newest(tmp_path).name == "step-00000004"
     again = judged(tmp_path, Judge(), eval={"patience": 2})
     again.resume(checkpoint.newest(tmp_path))

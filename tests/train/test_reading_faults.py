@@ -20,6 +20,7 @@ import zarr
 from click.testing import CliRunner
 
 from dflash_cache.cli import main
+from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, InputError
 from dflash_cache.common.fingerprint import canonical, digest_bytes
 from dflash_cache.common.sample import Sample
@@ -267,3 +268,22 @@ def test_a_cache_of_a_later_format_is_refused_with_both_versions(write_cache):
         CacheReader(cache)
     assert "version 2" in str(caught.value)
     assert "version 1" in str(caught.value)
+
+
+def test_settings_of_the_first_program_have_their_fingerprint_still_and_may_be_continued(tmp_path):
+    """A setting that came later must not make every older cache a damaged one, or one of other settings."""
+    golden = Path(__file__).parents[1] / "golden/cache-v1"
+    found = specs.load(golden)
+    specs.save(tmp_path, found)
+    documents = [json.loads((folder / "cache.json").read_text()) for folder in (golden, tmp_path)]
+    assert documents[0]["settings"] == documents[1]["settings"]
+    today = specs.CacheSpec(settings=found.settings)
+    assert today.fingerprint == found.fingerprint == documents[0]["fingerprint"]
+    specs.check_same_settings(golden, found, today)
+    text = found.settings.text.model_copy(update={"overlong": "truncate"})
+    other = specs.CacheSpec(settings=found.settings.model_copy(update={"text": text}))
+    assert other.fingerprint != found.fingerprint
+    with pytest.raises(InputError, match=r"text\.overlong: the cache has 'reject', this run has 'truncate'"):
+        specs.check_same_settings(golden, found, other)
+    specs.save(tmp_path, other)
+    assert specs.load(tmp_path).settings == other.settings
