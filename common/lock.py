@@ -162,8 +162,10 @@ class WriterSeat:
         """Let go, and take the folder away. Harmless when called twice."""
         held, self._held = self._held, None
         if held is not None:
-            self._folder.rmdir()
-            held.close()
+            try:
+                self._folder.rmdir()
+            finally:
+                held.close()
 
 
 def _try(folder: Path, *, shared: bool) -> Hold | None:

@@ -1,13 +1,14 @@
 """A checked conversation: messages as the chat template will see them, or in one sentence why there is none.
 
 In: messages of a dataset row, tool descriptions, template arguments. Out: a Conversation. Knows no tokenizer and no dataset's
-column names (`shapes` does). Texts, names, reasoning and ids are passed on as they are. Four things are put into the one form
+column names (`shapes` does). Texts, names, reasoning and ids are passed on as they are. Five things are put into the one form
 that templates are written for, as the serving engines do before they render:
 
 - a content of several text parts becomes one text, the parts joined by a new line; no content becomes an empty text
 - a tool call's arguments given as JSON text become the object; none become an empty object
 - a tool, or a call of one, given as a bare function is wrapped as {"type": "function", "function": ...}
 - a field of a message that is null, or an empty `tool_calls`, is left out
+- an assistant's `reasoning` is also given as `reasoning_content`, which most templates ask for
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def _message(number: int, message: object, roles: Mapping[str, str]) -> Message:
     calls = from_json(checked.pop("tool_calls", None))
     if calls:
         checked["tool_calls"] = _tool_calls(number, calls)
+    if role == "assistant" and "reasoning" in checked:
+        checked.setdefault("reasoning_content", checked["reasoning"])
     says_something = any(checked.get(name) for name in ("content", "tool_calls", *REASONING))
     if not says_something and role in ("user", "assistant"):
         raise RowRejected(f"message {number} ({role}) is empty")

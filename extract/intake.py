@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from ..common import planes, spec
 from ..common.sample import Sample
-from .writer import CacheWriter
+from .writer import CacheWriter, take_seat
 
 QUEUE_BYTES = 1 << 30
 """States that may wait for the writer; one larger sample is let through alone."""
 
 
 class Intake:
-    """Owns the CacheWriter and its thread. `offer` and `close` are called from one thread."""
+    """Owns the CacheWriter, its seat and its thread. `offer` and `close` are called from one thread."""
 
     def __init__(self, cache: Path, writer_id: int = 0) -> None:
         self.spec = spec.load(cache)
+        self._seat = take_seat(cache, writer_id)
         self._writer = CacheWriter(cache, self.spec, writer_id)
         self._changed = threading.Condition()
         self._queue: deque[Sample] = deque()
@@ -81,6 +83,13 @@ class Intake:
             raise self._error
 
     def _write(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            with suppress(OSError):  # where nothing may be written, its folder stays until the next start
+                self._seat.close()
+
+    def _write_all(self) -> None:
         try:
             while True:
                 with self._changed:

@@ -12,6 +12,9 @@ from pathlib import Path
 from ..common import atomic, layout
 from ..common.errors import CacheDamaged, guard_writing
 
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is no reject."""
+
 
 class RowRejected(Exception):
     """One row cannot be used; its text is the reason. Never ends a run."""
@@ -55,9 +58,11 @@ def load_rejects(cache: Path) -> list[Reject]:
     if not path.is_file():
         return []
     rejects = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            rejects.append(Reject(**json.loads(line)))
-        except (ValueError, TypeError):
-            raise CacheDamaged("is no reject", place=f"{path} line {number}", found=line[:80], expected="source, row and reason") from None
+    with open(path, "rb") as file:
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, 1):
+            try:
+                rejects.append(Reject(**json.loads(line)))
+            except (ValueError, TypeError, RecursionError):
+                raise CacheDamaged("is no reject", place=f"{path} line {number}", found=line[:80], expected="source, row and reason") from None
     return rejects

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,12 @@ def stored_keys(cache: Path, existing: CacheSpec) -> set[bytes]:
     return keys
 
 
+def take_seat(cache: Path, writer_id: int) -> WriterSeat:
+    """The right to write as `writer_id`; whoever held it has ended. Raises as `lock.WriterSeat` does."""
+    with guard_writing(cache):
+        return WriterSeat(_partial(cache), writer_id)
+
+
 def _partial(cache: Path) -> Path:
     """`partial/`, made when it is not there. Raises CacheDamaged for a link: what is deleted in it must be ours."""
     folder = cache / layout.PARTIAL
@@ -85,7 +91,7 @@ class CacheWriter:
     """Writes samples into one cache. Not thread-safe; several processes may write with different `writer_id`s.
 
     Raises DiskFull when a write finds no space, InputError when one is not allowed: the part under construction is dropped,
-    published parts stay. While it is open, it holds `partial/` (see `lock.only_writer`) and its own seat there.
+    published parts stay. While it is open, it holds `partial/` (see `lock.only_writer`).
     """
 
     def __init__(self, cache: Path, existing: CacheSpec, writer_id: int = 0, threads: int | None = None) -> None:
@@ -98,7 +104,6 @@ class CacheWriter:
         with guard_writing(cache):
             partial = _partial(cache)
             self._hold = Hold(partial, shared=True)
-            self._seat = WriterSeat(partial, writer_id)
             atomic.make_folder(cache / layout.PARTS)
             for folder in partial.iterdir():
                 if (parsed := layout.parse_part_name(folder.name)) and parsed[1] == writer_id:
@@ -142,16 +147,11 @@ class CacheWriter:
     def close(self) -> None:
         """Publish what remains and let go of the cache."""
         self.publish()
-        self._let_go()
+        self._hold.close()
 
     def abandon(self) -> None:
         """Drop the part under construction and let go of the cache."""
         self._drop()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        with suppress(OSError):  # its folder may have been deleted, and is of no use any more
-            self._seat.close()
         self._hold.close()
 
     def _drop(self) -> None:

@@ -28,7 +28,7 @@ def test_tool_turns_and_all_other_fields_of_messages_are_kept_and_nothing_is_cha
     row = {"messages": messages, "tools": [TOOL]}
     before = copy.deepcopy(row)
     conversation = parse_conversation(row)
-    assert conversation.messages == messages
+    assert conversation.messages == [*messages[:4], messages[4] | {"reasoning_content": "R"}]
     assert conversation.tools == [TOOL]
     assert conversation.assistant_turns == [2, 4]
     assert row == before
@@ -39,7 +39,8 @@ def test_tool_turns_and_all_other_fields_of_messages_are_kept_and_nothing_is_cha
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "tool_calls"])
 def test_an_answer_without_content_says_something_by_its_reasoning_or_its_calls(name: str):
     said = {"role": "assistant", name: "R" if name != "tool_calls" else call({})["tool_calls"]}
-    assert parse_conversation({"messages": [USER, said]}).messages[1] == {"content": ""} | said
+    also = {"reasoning_content": "R"} if name == "reasoning" else {}
+    assert parse_conversation({"messages": [USER, said]}).messages[1] == {"content": ""} | said | also
     with pytest.raises(RowRejected, match="message 1 \\(assistant\\) is empty"):
         parse_conversation({"messages": [USER, {"role": "assistant", name: None}]})
 
@@ -158,3 +159,12 @@ def test_the_prompt_is_everything_before_a_final_assistant_turn():
 def test_there_is_no_prompt_without_a_turn_to_answer():
     with pytest.raises(RowRejected, match="no user turn to answer"):
         parse_conversation({"messages": [USER, {"role": "system", "content": "s"}, ASSISTANT]}).prompt()
+
+
+def test_an_assistants_reasoning_is_found_by_templates_under_either_name():
+    message = {"role": "assistant", "content": "C", "reasoning": "R"}
+    (_, answer) = parse_conversation({"messages": [USER, message]}).messages
+    assert (answer["reasoning"], answer["reasoning_content"]) == ("R", "R")
+    (_, answer) = parse_conversation({"messages": [USER, message | {"reasoning_content": "own"}]}).messages
+    assert answer["reasoning_content"] == "own"
+    assert message == {"role": "assistant", "content": "C", "reasoning": "R"}

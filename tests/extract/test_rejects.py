@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_cache.extract.rejects import Reject, count_reasons, load_rejects, save_rejects
+import pytest
+
+from dflash_cache.common.errors import CacheDamaged
+from dflash_cache.extract.rejects import MAX_LINE_BYTES, Reject, count_reasons, load_rejects, save_rejects
 
 
 def test_the_same_run_again_leaves_the_same_list(tmp_path: Path):
@@ -29,3 +32,18 @@ def test_reasons_that_differ_in_a_number_are_counted_together():
 def test_nothing_rejected_writes_no_file(tmp_path: Path):
     save_rejects(tmp_path, [], {("a", 0)})
     assert not (tmp_path / "rejects.jsonl").exists()
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[]", '{"source": "d"}', "x" * (MAX_LINE_BYTES + 10)])
+def test_a_line_that_is_no_reject_is_damage_named_by_its_number(tmp_path, line):
+    (tmp_path / "rejects.jsonl").write_text('{"source": "d", "row": 1, "reason": "r"}\n' + line + "\n")
+    with pytest.raises(CacheDamaged, match=r"rejects.jsonl line 2"):
+        load_rejects(tmp_path)
+
+
+def test_reasons_meet_whatever_numbers_they_hold():
+    reasons = ["it has 12 tokens; the limit is 5 (message 3)", "it has 9 tokens; the limit is 5 (message 1)", "the line is not valid JSON: x"]
+    assert count_reasons(Reject("d", number, reason) for number, reason in enumerate(reasons)) == {
+        "it has N tokens; the limit is N (message N)": 2,
+        "the line is not valid JSON": 1,
+    }
