@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..common import layers, spec
 from ..common.errors import InputError
 from ..common.spec import CacheSpec, EngineSpec, FeatureSpec, GenerationSpec, Limits, Provenance, Settings, TextSpec
@@ -54,27 +56,31 @@ def make_plan(config: ExtractConfig) -> Plan:
         need_template=config.generate,
     )
     generation = GenerationSpec(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed) if config.generate else None
-    wanted = CacheSpec(
-        settings=Settings(
-            target=target.spec,
-            features=FeatureSpec(layer_ids=layer_ids, verifier_layer=verifier, mantissa_bits=config.mantissa_bits),
-            text=TextSpec(
-                tokenizer_hash=tokenizer_hash(target.folder),
-                chat_template_hash=chat_template_hash(tokenizer),
-                template_args=config.template_args,
-                max_length=config.max_length,
-                overlong=config.overlong,
-                supervise=config.supervise,
-                turns=config.turns,
+    try:
+        wanted = CacheSpec(
+            settings=Settings(
+                target=target.spec,
+                features=FeatureSpec(layer_ids=layer_ids, verifier_layer=verifier, mantissa_bits=config.mantissa_bits),
+                text=TextSpec(
+                    tokenizer_hash=tokenizer_hash(target.folder),
+                    chat_template_hash=chat_template_hash(tokenizer),
+                    template_args=config.template_args,
+                    max_length=config.max_length,
+                    overlong=config.overlong,
+                    supervise=config.supervise,
+                    turns=config.turns,
+                ),
+                generation=generation,
+                engine=engine,
             ),
-            generation=generation,
-            engine=engine,
-        ),
-        limits=Limits(chunk_tokens=config.chunk_tokens, part_tokens=config.part_tokens, part_seconds=config.part_seconds),
-        provenance=Provenance(
-            model=config.model, revision=target.revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"), dflash_version=_own_version()
-        ),
-    )
+            limits=Limits(chunk_tokens=config.chunk_tokens, part_tokens=config.part_tokens, part_seconds=config.part_seconds),
+            provenance=Provenance(
+                model=config.model, revision=target.revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"), dflash_version=_own_version()
+            ),
+        )
+    except ValidationError as error:
+        problems = "; ".join(str(problem["ctx"]["error"]) if "error" in problem.get("ctx", {}) else problem["msg"] for problem in error.errors())
+        raise InputError(problems, place="dflash extract", fix="choose other settings, or another target") from None
     if (config.cache / "cache.json").exists():
         existing = spec.load(config.cache)
         spec.check_same_settings(config.cache, existing, wanted)

@@ -186,3 +186,14 @@ def test_reasons_and_shapes_are_in_the_json_summary(settings, tmp_path):
     summary = json.loads(json.dumps(run(settings(data)).to_dict()))
     assert summary["shapes"] == {str(data): {"messages": 2}}
     assert list(summary["reject_reasons"].values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"), [({"chunk_tokens": 1 << 21}, "less than or equal to 1048576"), ({"chunk_tokens": 1 << 20, "model": "wide"}, "would have")]
+)
+def test_settings_that_no_cache_may_have_are_the_users_error(settings, tmp_path, fields, problem):
+    data = tiny.write_jsonl(tmp_path / "d.jsonl", [tiny.chat("hi", "yo")])
+    if "model" in fields:
+        fields = fields | {"model": str(tiny.build_target(tmp_path / "wide", hidden_size=2048, num_hidden_layers=2, intermediate_size=8)), "layers": (0,)}
+    with pytest.raises(InputError, match=problem):
+        make_plan(settings(data, **fields))
