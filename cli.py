@@ -166,6 +166,10 @@ def main() -> None:
 @click.option("--generate", is_flag=True, help="Let the target write the last answer, and capture prompt and answer in one pass.")
 @click.option("--max-new-tokens", type=int, help="Longest answer with --generate, tokens.")
 @click.option("--temperature", type=float, help="Of --generate; 0 is greedy.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes, each with an engine on its own GPUs. Default: 1.")
+@click.option("--rank", type=click.IntRange(min=0), help="Which of --world-size extractions into one cache this is, from 0.")
+@click.option("--world-size", type=click.IntRange(min=1), help="How many extractions, each with its own --rank, share the documents.")
+@click.option("--stall-seconds", type=click.FloatRange(min=0, min_open=True), help="Fail when no document finishes for so long. Default: 600.")
 @click.option("--mantissa-bits", type=click.Choice(["7", "3"]), help="Kept of each feature: 7 is lossless.")
 @click.option("--preview", "preview_count", type=click.IntRange(min=1), metavar="N", help="Show N samples and what is learned; write nothing.")
 @click.option("--estimate", "only_estimate", is_flag=True, help="Print tokens, bytes, parts and hours; write nothing.")
@@ -191,6 +195,7 @@ def extract(
     dflash extract --model Qwen/Qwen3.6-27B --layers 1,16,31,46,61 --verifier-layer 63 --data train.jsonl --cache qwen36-cache
     dflash extract --model ./smollm2 --data prompts.jsonl --generate --max-new-tokens 96 --cache cache
     dflash extract --model ./smollm2 --data 'chats/*.jsonl.gz' --data code.parquet:20000 --cache cache --preview 3
+    dflash extract --model Qwen/Qwen3-8B --data train.jsonl --cache cache --workers 8
     """
     from .common.config import build
     from .extract.config import ExtractConfig
@@ -204,6 +209,9 @@ def extract(
             place=", ".join("--" + name.replace("_", "-") for name in unused),
             fix="add --generate, or leave it out",
         )
+    if (flags["rank"] is None) != (flags["world_size"] is None):
+        given_flag, missing = ("--rank", "--world-size") if flags["world_size"] is None else ("--world-size", "--rank")
+        raise InputError(f"needs {missing} as well", place=given_flag, fix="give both, for example --rank 0 --world-size 4")
     if tokens_per_second is not None and not only_estimate:
         raise InputError("has no effect without --estimate", place="--tokens-per-second", fix="add --estimate, or leave it out")
     config = build(ExtractConfig, {**given, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash extract")

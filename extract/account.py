@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from .engine import Outcome, WriterCounts
 from .fidelity import FidelityMonitor
 from .prepare import Passed, Prepared
 from .rejects import Reject, count_reasons
+from .share import Share
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ExtractSummary:
     fidelity_samples: int
     fidelity_agreement: float | None
     """Share of the checked samples whose stored state predicts the engine's own next token; None when not checked."""
+    left_to_others: int = 0
+    """Samples that are other ranks' to store."""
     cache: str = ""
     layer_ids: tuple[int, ...] = field(default=())
 
@@ -60,7 +63,8 @@ class ExtractSummary:
     def to_text(self) -> str:
         """For people."""
         rows = f"{self.rows:,} rows" + (f" and {self.more_turns:,} more turns" if self.more_turns else "")
-        lines = [f"{rows} = {self.samples:,} samples + {self.rejects:,} rejects + {self.already_stored:,} already stored"]
+        others = f" + {self.left_to_others:,} of other ranks" if self.left_to_others else ""
+        lines = [f"{rows} = {self.samples:,} samples + {self.rejects:,} rejects + {self.already_stored:,} already stored{others}"]
         lines += [f"  {source}: {', '.join(f'{count:,} {shape}' for shape, count in found.items())}" for source, found in self.shapes.items()]
         lines += [f"  rejected {count:,} x {reason}" for reason, count in self.reject_reasons.items()]
         lines += [f"  noted    {count:,} x {note}" for note, count in self.notes.items()]
@@ -79,7 +83,8 @@ class ExtractSummary:
 class Account:
     """Counts what became of every row."""
 
-    def __init__(self, prepared: Prepared, already_stored: int) -> None:
+    def __init__(self, prepared: Prepared, already_stored: int, share: Share) -> None:
+        self.share = share
         self.rows, self.more_turns, self.already_stored = prepared.rows, prepared.more_turns, already_stored
         self.passed: Passed = prepared.passed
         self.shapes, self.notes = prepared.shapes, prepared.notes
@@ -89,18 +94,29 @@ class Account:
         self.seconds = 0.0
         self.monitor: FidelityMonitor | None = None
 
-    def add(self, outcome: Outcome) -> None:
-        document = outcome.document
-        if outcome.reject is not None:
-            self.rejects.append(Reject(document.source, document.source_row, outcome.reject))
-            return
-        self.samples += 1
-        self.tokens += outcome.tokens
-        self.supervised_tokens += outcome.supervised_tokens
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        """These documents are done."""
+        for outcome in outcomes:
+            document = outcome.document
+            if outcome.reject is not None:
+                self.rejects.append(Reject(document.source, document.source_row, outcome.reject))
+            else:
+                self._count(outcome, 1)
+
+    def take_back(self, outcomes: Iterable[Outcome]) -> None:
+        """These were stored and are not published; they will be done again."""
+        for outcome in outcomes:
+            self._count(outcome, -1)
+
+    def _count(self, outcome: Outcome, sign: int) -> None:
+        self.samples += sign
+        self.tokens += sign * outcome.tokens
+        self.supervised_tokens += sign * outcome.supervised_tokens
 
     def check(self) -> None:
         """Every row has one fate, and what was accepted is what was published."""
-        if self.rows + self.more_turns != self.samples + len(self.rejects) + self.already_stored or (self.samples, self.tokens) != (
+        fates = self.samples + len(self.rejects) + self.already_stored + self.share.left_to_others
+        if self.rows + self.more_turns != fates or (self.samples, self.tokens) != (
             self.counts.samples,
             self.counts.tokens,
         ):
@@ -108,8 +124,8 @@ class Account:
                 "the accounts do not add up",
                 place="extract",
                 found=f"{self.rows} rows and {self.more_turns} more turns; {self.samples} samples ({self.counts.samples} published), "
-                f"{len(self.rejects)} rejects, {self.already_stored} already stored",
-                expected="rows and more turns = samples + rejects + already stored",
+                f"{len(self.rejects)} rejects, {self.already_stored} already stored, {self.share.left_to_others} of other ranks",
+                expected="rows and more turns = samples + rejects + already stored + those of other ranks",
                 fix="run `dflash verify` on the cache and report this",
             )
 
@@ -135,6 +151,7 @@ class Account:
             tokens_per_second=tokens / self.seconds if tokens and self.seconds else None,
             fidelity_samples=monitor.samples if monitor else 0,
             fidelity_agreement=monitor.agreement if monitor else None,
+            left_to_others=self.share.left_to_others,
             cache=str(config.cache),
             layer_ids=existing.layer_ids,
         )

@@ -8,10 +8,6 @@ Works on CPU and CUDA, vLLM 0.25 to 0.32. Knows nothing of engines, datasets or 
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 from ..common.sample import Sample
 from .intake import Intake
+from .orphans import end_with_parent
 from .remote_errors import describe
 
 if TYPE_CHECKING:
@@ -80,7 +77,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.verifier_column = int(extra["verifier_column"])
         self._group, self._block_size = _state_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            _end_with_parent()
+            end_with_parent()  # its workers watch it
         self._finished: list[FinishedRequest] = []  # scheduler side
         self._states: torch.Tensor | None = None  # worker side
         self._is_writer = False
@@ -205,14 +202,6 @@ def _state_group(kv_cache_config: Any) -> tuple[int, int]:
     if len(ours) != 1:
         raise ValueError(f"expected the states in one of {len(groups)} KV-cache groups, found them in {ours}")
     return ours[0], int(groups[ours[0]].kv_cache_spec.block_size)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end the engine's process when the extracting process is killed; its workers watch the engine."""
-    if multiprocessing.parent_process() is None or not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
 
 
 class WorkerExtension:

@@ -77,6 +77,8 @@ class EngineJob:
     spec: CacheSpec
     stop_token_ids: tuple[int, ...] = field(default=())
     """Any of them ends a generated answer."""
+    writer_id: int = 0
+    """Whose parts the engine writes."""
 
 
 class Engine(Protocol):

@@ -1,13 +1,14 @@
 """The transformers engine: plain forward passes with hooks on the blocks. Slow and obvious; the vLLM engine is tested against it.
 
-Hooks the blocks themselves, because what transformers calls the last hidden state has been through the final norm.
+Hooks the blocks themselves, because what transformers calls the last hidden state has been through the final norm. Runs on a GPU when
+there is one. Documents of about the same length go together, padded on the right.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from ..common.errors import InputError, RunFailed
 from ..common.sample import NO_TOKEN, Sample
 from .engine import Document, EngineJob, Outcome, WriterCounts
 from .intake import Intake
-from .target import find_blocks
+from .length_batches import length_batches
+from .target_model import config_value, find_blocks, load_config, model_class
 
 
 def transformers_version() -> str:
@@ -30,27 +32,26 @@ class TransformersEngine:
     """See `engine.Engine`."""
 
     def __init__(self, job: EngineJob) -> None:
-        """Load the target in bfloat16. Raises InputError when it cannot be loaded."""
+        """Load the target in bfloat16. Raises InputError when it cannot be loaded, or not whole."""
         import torch
-        from transformers import AutoModelForCausalLM
 
         self.job = job
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                job.target.folder, dtype=torch.bfloat16, trust_remote_code=job.config.trust_remote_code, local_files_only=True
-            )
-        except Exception as error:
-            raise InputError(f"transformers cannot load it: {error}", place=f"--model {job.target.name}") from error
-        self._model = model.to(self._device).eval()
-        _, _, self._blocks = find_blocks(self._model, job.target.spec.num_layers, f"--model {job.target.name}")
-        self._intake = Intake(job.cache)
+        place = f"--model {job.target.name}"
+        config = load_config(job.target.folder, job.config.trust_remote_code, place)
+        self._model = _load(job, config, place).to(self._device).eval()
+        _, _, self._blocks = find_blocks(self._model, job.target.spec.num_layers, place)
+        self._max_len = config_value(config.get_text_config(decoder=True), "max_position_embeddings") or job.config.max_length
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._intake = Intake(job.cache, job.writer_id)
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
         """See `engine.Engine`."""
-        upcoming = iter(documents)
-        while batch := list(islice(upcoming, self.job.config.batch_size)):
-            yield self._batch(batch)
+        for batch in length_batches(documents, self.job.config.batch_size, self.job.config.seed):
+            fitting = [document for document in batch if len(document) <= self._max_len]
+            refused = [document for document in batch if len(document) > self._max_len]
+            outcomes = [Outcome(document, reject=f"it has {len(document)} tokens; this model takes {self._max_len}") for document in refused]
+            yield outcomes + (self._batch(fitting) if fitting else [])
 
     def counts(self) -> WriterCounts:
         """See `engine.Engine`."""
@@ -67,8 +68,7 @@ class TransformersEngine:
             document.input_ids if answer is None else np.concatenate([document.input_ids, answer[:-1]]).astype(np.int32)
             for document, answer in zip(documents, answers, strict=True)
         ]
-        states, top1 = self._forward(fed)
-        return [self._store(*row) for row in zip(documents, answers, fed, states, top1, strict=True)]
+        return [self._store(*row) for row in zip(documents, answers, fed, *self._forward_fitting(fed), strict=True)]
 
     def _store(self, document: Document, answer: np.ndarray | None, input_ids: np.ndarray, bits_TCH: np.ndarray, top1: int) -> Outcome:
         mask = document.loss_mask
@@ -92,26 +92,52 @@ class TransformersEngine:
             return Outcome(document, reject=reason)
         return Outcome(document, len(input_ids), int(mask.sum()) + (following != NO_TOKEN), top1, bits_TCH[-1, -1].copy())
 
+    def _forward_fitting(self, fed: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+        """`_forward`, in halves when the GPU's memory does not hold the whole."""
+        import torch
+
+        try:
+            return self._forward(fed)
+        except torch.OutOfMemoryError:
+            if len(fed) == 1:
+                fix = "a smaller --max-length, a larger GPU, or --engine vllm"
+                raise RunFailed(f"the GPU's memory does not hold a document of {len(fed[0])} tokens", place="transformers", fix=fix) from None
+        torch.cuda.empty_cache()
+        halves = [self._forward_fitting(half) for half in (fed[: len(fed) // 2], fed[len(fed) // 2 :])]
+        return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
+
     def _forward(self, fed: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
         """Per document its states, uint16 [T, L + 1, H] with the verifier's last, and the most likely next token."""
         import torch
 
         features = self.job.spec.settings.features
-        longest = max(len(ids) for ids in fed)
-        ids_ST = torch.zeros((len(fed), longest), dtype=torch.int64)
+        lengths = [len(ids) for ids in fed]
+        ids_ST = torch.zeros((len(fed), max(lengths)), dtype=torch.int64)
         attended_ST = torch.zeros_like(ids_ST)
-        for row, ids in enumerate(fed):  # padded on the right: no token sees what comes after it
+        for row, ids in enumerate(fed):  # padded on the right: no token sees what comes after it, and positions count from 0
             ids_ST[row, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
             attended_ST[row, : len(ids)] = 1
         layers = (*features.layer_ids, features.verifier_layer)
+        ends = sorted({length - 1 for length in lengths})
+        # Logits of the last rows only: those of every row would take more memory than the states.
+        kept = {"logits_to_keep": torch.tensor(ends, device=self._device)} if self._keeps_logits else {}
         with torch.inference_mode(), hooked(self._blocks, layers) as outputs:
-            logits_STV = self._model(input_ids=ids_ST.to(self._device), attention_mask=attended_ST.to(self._device), use_cache=False).logits
+            logits_SUV = self._model(input_ids=ids_ST.to(self._device), attention_mask=attended_ST.to(self._device), use_cache=False, **kept).logits
+            self._check_shapes(outputs, ids_ST.shape)
             states, top1 = [], []
-            for row, ids in enumerate(fed):
-                rows_TCH = torch.stack([outputs[layer][row, : len(ids)] for layer in layers], dim=1).to(torch.bfloat16).cpu()
+            for row, length in enumerate(lengths):
+                rows_TCH = torch.stack([outputs[layer][row, :length] for layer in layers], dim=1).to(torch.bfloat16).cpu()
                 states.append(rows_TCH.view(torch.int16).numpy().view(np.uint16))
-                top1.append(int(logits_STV[row, len(ids) - 1].argmax()))
+                top1.append(int(logits_SUV[row, ends.index(length - 1) if kept else length - 1].argmax()))
         return states, top1
+
+    def _check_shapes(self, outputs: dict[int, Any], batch_shape: tuple[int, ...]) -> None:
+        """Raise InputError unless each block gives one state a token."""
+        expected = (*batch_shape, self.job.target.spec.hidden_size)
+        for layer, output in outputs.items():
+            if tuple(output.shape) != expected:
+                problem, place = f"block {layer} gives no state of the hidden size for each token", f"--model {self.job.target.name}"
+                raise InputError(problem, place=place, found=list(output.shape), expected=str(list(expected)), fix="use another model")
 
     def _generate(self, document: Document) -> np.ndarray:
         """The target's answer, int32 [N], its end-of-turn token included."""
@@ -122,7 +148,7 @@ class TransformersEngine:
         torch.manual_seed(int.from_bytes(document.key[:4], "little") ^ config.seed)
         sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature else {"do_sample": False}
         stops = list(self.job.stop_token_ids)
-        longest = min(config.max_new_tokens, config.max_length - len(document))
+        longest = min(config.max_new_tokens, config.max_length - len(document), max(self._max_len - len(document), 1))
         settings = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=(stops or [0])[0], **sampling)
         ids_1T = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self._device)
         with torch.inference_mode():
@@ -131,6 +157,27 @@ class TransformersEngine:
         if not len(answer):
             raise RunFailed("the target generated nothing", place="transformers")
         return np.asarray(answer)
+
+
+def _load(job: EngineJob, config: Any, place: str) -> Any:
+    """The model with all of its weights: what a checkpoint lacks transformers would make up, and nothing else would tell."""
+    import torch
+
+    try:
+        model, info = model_class(config).from_pretrained(
+            job.target.folder,
+            dtype=torch.bfloat16,
+            trust_remote_code=job.config.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise InputError(f"transformers cannot load it: {error}", place=place) from error
+    made_up = sorted({*info["missing_keys"], *(entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"])})
+    if made_up:
+        found = ", ".join(made_up[:3]) + (f" and {len(made_up) - 3} more" if len(made_up) > 3 else "")
+        raise InputError("the weights lack tensors of the model", place=place, found=found, fix="fetch the model again, or use --engine vllm")
+    return model
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..common.errors import InputError, RunFailed
 from ..common.sample import NO_TOKEN
 from .engine import Document, EngineJob, Outcome, WriterCounts
 from .remote_errors import rebuild
+from .stall import name_documents
 from .vllm_setup import EngineLog, check_engine_args, extraction_arguments, quiet_environment, vllm_version
 
 LIVENESS_SECONDS = 0.5
@@ -113,7 +114,11 @@ class VllmEngine:
                 yield outcomes
             elif waiting and not running:
                 if time.monotonic() - waiting_since > GATHER_SECONDS:
-                    raise RunFailed(f"vLLM finished {len(waiting)} documents but did not give their rows within {GATHER_SECONDS:.0f} s", place="vLLM")
+                    raise RunFailed(
+                        f"vLLM finished {len(waiting)} documents but did not give their rows within {GATHER_SECONDS:.0f} s",
+                        place="vLLM",
+                        found=f"the oldest: {name_documents(item.document for item in waiting)}",
+                    )
                 time.sleep(0.002)  # the engine gathers them in its next step, which it makes by itself
 
     def _submit(self, request_id: str, document: Document) -> str | None:

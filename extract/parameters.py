@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .target_model import config_value
+
 
 def active_parameters(model: Any, text_config: Any) -> int:
     """Parameters that multiply a token: without the embedding and the head, of routed experts only the share that is chosen.
@@ -11,8 +13,8 @@ def active_parameters(model: Any, text_config: Any) -> int:
     model: with its head, as shapes. text_config: its transformers config, for the number of experts.
     """
     outside = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
-    experts = next((found for name in ("num_experts", "num_local_experts", "n_routed_experts") if (found := getattr(text_config, name, None))), 0)
-    chosen = getattr(text_config, "num_experts_per_tok", None) or experts
+    experts = next((found for name in ("num_experts", "num_local_experts", "n_routed_experts") if (found := config_value(text_config, name))), 0)
+    chosen = config_value(text_config, "num_experts_per_tok") or experts
     total = 0.0
     for name, parameter in model.named_parameters():
         if id(parameter) not in outside:

@@ -7,30 +7,34 @@ stored, always; the same command again continues where the last one stopped.
 from __future__ import annotations
 
 import os
-import random
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from ..common import layout
 from ..common.errors import InputError
-from ..common.lock import only_writer
+from ..common.lock import one_of_several_writers, only_writer, turn
 from ..common.progress import ProgressBar
 from .account import Account, ExtractSummary
 from .config import ExtractConfig
 from .dataset import Row
-from .document_store import DocumentStore
-from .engine import Engine, EngineJob
+from .devices import divide_devices, visible_devices
+from .engine import Document, Engine, EngineJob, Outcome
 from .extract_log import ExtractLog, logged
 from .fidelity import FidelityMonitor, MakeCheck
 from .meter import Meter
 from .plan import Plan, make_plan
-from .preflight import check_space, preflight
+from .preflight import check_space, group_size, preflight
 from .prepare import Prepared, make_converter, prepare
 from .rejects import count_reasons, load_rejects, save_rejects
+from .share import OwnRows, share_of
 from .sources import size_bytes
 from .stall import watched_run
 from .target_files import write_target_files
 from .tokens import eos_token_ids
+from .workers import WorkerPool
 from .writer import clear_leftovers, open_cache, stored_keys
 
 CLOSE_SECONDS = 60.0
@@ -40,31 +44,53 @@ CLOSE_SECONDS = 60.0
 def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSummary:
     """Extract. `make_check` builds the teacher-fidelity check from the cache; without it fidelity is not watched.
 
-    Raises InputError for wrong input, RunFailed when the engine dies or fidelity fails, DiskFull. Published parts stay.
+    Raises InputError for wrong input, RunFailed when the engine dies or stalls or fidelity fails, DiskFull. Published parts stay.
     """
     plan = make_plan(config)
     preflight(plan)
     prepared = _prepare(plan)
     documents, cache = prepared.documents, config.cache
-    with only_writer(cache):
+    share = share_of(documents, config.seed, config.rank, config.world_size)
+    with _writing(plan):
         existing = open_cache(cache, plan.spec)
-        clear_leftovers(cache)
-        load_rejects(cache)  # damage there must be known before the work, not after it
-        write_target_files(cache, plan.target, plan.tokenizer)
         known = stored_keys(cache, existing)
-        todo = [number for number in range(len(documents)) if documents.key(number) not in known]
-        random.Random(config.seed).shuffle(todo)
-        account = Account(prepared, already_stored=len(documents) - len(todo))
-        with logged(cache, {"config": config.model_dump(mode="json"), "documents": len(documents), "to_do": len(todo)}) as log:
+        todo = [number for number in share.numbers if documents.key(number) not in known]
+        account = Account(prepared, len(share.numbers) - len(todo), share)
+        with logged(cache, _started(config, prepared, todo), rank=config.rank) as log:
             if todo:
                 check_space(config, existing, documents, todo)
                 stops = tuple(eos_token_ids(plan.target.folder, plan.tokenizer))
-                _extract(EngineJob(config, plan.target, cache, existing, stops), documents, todo, make_check, account, log)
+                job = EngineJob(config, plan.target, cache, existing, stops, writer_id=config.rank)
+                _extract(job, documents.take(todo), len(todo), make_check, account, log)
             else:
-                save_rejects(cache, account.rejects, account.passed)
+                _save_rejects(cache, account)
             summary = account.summary(config, existing)
             log.write("finished", summary=summary.to_dict())
     return summary
+
+
+@contextmanager
+def _writing(plan: Plan) -> Iterator[None]:
+    """Hold the cache, alone or with the other ranks, with all in it that must be there before the first part."""
+    config, cache = plan.config, plan.config.cache
+
+    def make_ready() -> None:
+        open_cache(cache, plan.spec)
+        clear_leftovers(cache)
+        load_rejects(cache)  # damage there must be known before the work, not after it
+        write_target_files(cache, plan.target, plan.tokenizer)
+
+    if config.world_size > 1:
+        with one_of_several_writers(cache, make_ready):
+            yield
+        return
+    with only_writer(cache):
+        make_ready()
+        yield
+
+
+def _started(config: ExtractConfig, prepared: Prepared, todo: list[int]) -> dict[str, Any]:
+    return {"config": config.model_dump(mode="json"), "rows": prepared.rows, "documents": len(prepared.documents), "to_do": len(todo)}
 
 
 def _prepare(plan: Plan) -> Prepared:
@@ -103,18 +129,27 @@ def nearest_folder(path: Path) -> Path | None:
     return found if found is not None and os.access(found, os.W_OK) else None
 
 
-def _extract(job: EngineJob, documents: DocumentStore, todo: list[int], make_check: MakeCheck | None, account: Account, log: ExtractLog) -> None:
-    engine = start_engine(job)
+def _extract(job: EngineJob, documents: Iterator[Document], count: int, make_check: MakeCheck | None, account: Account, log: ExtractLog) -> None:
+    config = job.config
+    engine = _start(job, log)
     try:
         # After the engine: on a GPU it measures the free memory when it starts.
         check = make_check(job.cache) if make_check else None
-        monitor = account.monitor = FidelityMonitor(check, job.config.max_disagreement, job.config.min_samples)
-        with ProgressBar("extracting", len(todo)) as bar:
+        monitor = account.monitor = FidelityMonitor(check, config.max_disagreement, config.min_samples)
+        with ProgressBar("extracting", count) as bar:
             meter = Meter(bar, log, account, job.spec.raw_bytes_per_token)
-            for outcomes in watched_run(engine, documents.take(todo), job.config.stall_seconds):
+
+            def lost(outcomes: Sequence[Outcome]) -> None:
+                account.take_back(outcomes)
+                meter.step(-len(outcomes), engine.counts())
+
+            if isinstance(engine, WorkerPool):
+                answers = engine.run(documents, lost, monitor.finish)
+            else:
+                answers = watched_run(engine, documents, config.stall_seconds)
+            for outcomes in answers:
                 monitor.add(outcomes)
-                for outcome in outcomes:
-                    account.add(outcome)
+                account.add(outcomes)
                 meter.step(len(outcomes), engine.counts())
             account.seconds = meter.seconds
             monitor.finish()
@@ -124,10 +159,23 @@ def _extract(job: EngineJob, documents: DocumentStore, todo: list[int], make_che
         _let_go(engine)
         raise
     finally:
-        save_rejects(job.cache, account.rejects, account.passed)
+        _save_rejects(job.cache, account)
 
 
-def _let_go(engine: Engine) -> None:
+def _start(job: EngineJob, log: ExtractLog) -> Engine | WorkerPool:
+    config = job.config
+    if config.workers == 1:
+        return start_engine(job)
+    devices = divide_devices(visible_devices(config.workers), config.workers, group_size(config))
+    return WorkerPool(job, start_engine, devices, log.write)
+
+
+def _save_rejects(cache: Path, account: Account) -> None:
+    with turn(cache / layout.TARGET):  # one rank at a time
+        save_rejects(cache, account.rejects, OwnRows(account.passed, account.share))
+
+
+def _let_go(engine: Engine | WorkerPool) -> None:
     """Drop the pending part; published parts stay. The error that led here is the one to show, even if the engine is stuck."""
 
     def close() -> None:

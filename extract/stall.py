@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import TracebackType
 
 from ..common.errors import RunFailed
@@ -71,7 +72,7 @@ class InFlight:
 
 def name_documents(documents: Iterable[Document]) -> str:
     """Source and row of the first few."""
-    shown = [f"{document.source} row {document.source_row}" for document, _ in zip(documents, range(NAMED), strict=False)]
+    shown = [f"{document.source} row {document.source_row}" for document in islice(documents, NAMED)]
     return ", ".join(shown)
 
 

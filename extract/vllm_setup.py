@@ -121,7 +121,7 @@ def extraction_arguments(job: EngineJob) -> dict[str, Any]:
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
                 "cache": str(job.cache.resolve()),
-                "writer_id": 0,
+                "writer_id": job.writer_id,
                 "feature_columns": [vllm_ids.index(layer + 1) for layer in features.layer_ids],
                 "verifier_column": vllm_ids.index(features.verifier_layer + 1),
             },

@@ -74,6 +74,20 @@ def take_seat(cache: Path, writer_id: int) -> WriterSeat:
         return WriterSeat(_partial(cache), writer_id)
 
 
+def clear_writer(cache: Path, writer_id: int) -> None:
+    """Delete what a writer left half-written, once it has ended. Raises as `take_seat` does."""
+    seat = take_seat(cache, writer_id)
+    with guard_writing(cache):
+        _clear(_partial(cache), writer_id)
+    seat.close()
+
+
+def _clear(partial: Path, writer_id: int) -> None:
+    for folder in partial.iterdir():
+        if (parsed := layout.parse_part_name(folder.name)) and parsed[1] == writer_id:
+            _delete(folder)
+
+
 def _partial(cache: Path) -> Path:
     """`partial/`, made when it is not there. Raises CacheDamaged for a link: what is deleted in it must be ours."""
     folder = cache / layout.PARTIAL
@@ -105,9 +119,7 @@ class CacheWriter:
             partial = _partial(cache)
             self._hold = Hold(partial, shared=True)
             atomic.make_folder(cache / layout.PARTS)
-            for folder in partial.iterdir():
-                if (parsed := layout.parse_part_name(folder.name)) and parsed[1] == writer_id:
-                    _delete(folder)
+            _clear(partial, writer_id)
             parts = manifest.list_parts(cache)
         names = [parsed for path in parts if (parsed := layout.parse_part_name(path.name))]
         self._next_number = 1 + max((number for number, writer in names if writer == writer_id), default=-1)

@@ -104,6 +104,10 @@ def test_every_choice_of_mantissa_bits_reaches_the_configuration(tmp_path, bits)
         (("--engine-arg", "a=[1,"), "the value is no YAML"),
         (("--engine-arg", "a"), "is no assignment"),
         (("--limit", "0"), "--limit"),
+        (("--rank", "1"), "--rank: needs --world-size as well"),
+        (("--world-size", "2"), "--world-size: needs --rank as well"),
+        (("--rank", "2", "--world-size", "2"), "ranks count from 0 to world_size - 1"),
+        (("--workers", "0"), "--workers"),
         (("--layers", "1,x"), "is no list of layers"),
     ],
 )

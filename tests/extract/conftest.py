@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import tiny_target
@@ -46,3 +47,28 @@ def make_check() -> Callable[[Path], Any]:
         return check
 
     return build
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target.write_jsonl(tmp_path_factory.mktemp("data") / "data.jsonl", forked.ROWS)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_llama: Path, rows_file: Path) -> Iterator[forked.Server]:
+    server = forked.Server(tiny_llama, rows_file)
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def whole_cache(server: forked.Server, tiny_llama: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of an uninterrupted run of one process. Not to be changed."""
+    cache = tmp_path_factory.mktemp("reference") / "cache"
+    assert server.do(**forked.extraction(tiny_llama, rows_file, cache)) == [0]
+    stored = forked.samples_by_key(cache)
+    rejects = (cache / "rejects.jsonl").read_text().splitlines()
+    assert len(stored) + len(rejects) == len(forked.ROWS)
+    assert sum("infinite or NaN" in line for line in rejects) == 7
+    return cache

@@ -32,7 +32,7 @@ class FakeEngine:
 
     def __init__(self, job: EngineJob) -> None:
         self.job = job
-        self._intake = Intake(job.cache)
+        self._intake = Intake(job.cache, job.writer_id)
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
         """See `engine.Engine`."""

@@ -4,6 +4,7 @@ python fork_server.py MODEL DATA. Reads one JSON job a line and answers {"pids":
 next line, which is empty, it answers {"codes": [...]} when all have ended (negative: the signal). Jobs:
 {"do": "extract", "fields": {ExtractConfig fields}, "pause": seconds, "reject_every": n, "die_at": n or null}
     die_at: the child kills itself just before its n-th rename to a place outside of partial/
+{"do": "ranks", "fields": ..., "ranks": n}    n extractions at once, each with its rank
 {"do": "write", "cache": path, "writers": n, "samples": n, "length": tokens}
     samples of `builders.make_sample`, dealt to n CacheWriters at once
 """
@@ -28,6 +29,7 @@ from fake_engine import FakeEngine
 from safetensors.torch import save_file  # noqa: F401
 
 from dflash_cache.extract import run as run_module
+from dflash_cache.extract import workers
 from dflash_cache.extract.config import ExtractConfig
 from dflash_cache.extract.writer import CacheWriter
 
@@ -35,6 +37,7 @@ from dflash_cache.extract.writer import CacheWriter
 def extract(job: dict[str, Any]) -> None:
     FakeEngine.pause_seconds, FakeEngine.reject_every = job.get("pause", 0.0), job.get("reject_every", 0)
     run_module.start_engine = FakeEngine
+    workers.START_METHOD = "fork"
     os.fsync = lambda handle: None  # a kill leaves the page cache as it is; only a power cut needs these, and they take most of the time
     if job.get("die_at") is not None:
         die_before_rename(job["die_at"])
@@ -88,6 +91,9 @@ def main() -> None:
         job = json.loads(line)
         if job["do"] == "extract":
             pids = [fork(lambda job=job: extract(job))]
+        elif job["do"] == "ranks":
+            share = [{**job, "fields": {**job["fields"], "rank": rank, "world_size": job["ranks"]}} for rank in range(job["ranks"])]
+            pids = [fork(lambda job=job: extract(job)) for job in share]
         else:
             pids = [fork(lambda job=job, number=number: write(job, number)) for number in range(job["writers"])]
         print(json.dumps({"pids": pids}), flush=True)

@@ -85,3 +85,21 @@ def test_an_error_of_the_writer_comes_back_as_data(worker: Any, monkeypatch: pyt
     error = rebuild(extension.dflash_close(True)["error"])
     assert type(error) is DiskFull
     assert "Disk quota exceeded" in str(error)
+
+
+@pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False), (3, False)])
+def test_of_an_engine_with_tensor_parallelism_only_the_first_rank_writes(write_cache: Any, monkeypatch: pytest.MonkeyPatch, rank: int, writes: bool):
+    import torch
+    from vllm.distributed import parallel_state
+
+    from dflash_cache.extract import connector as module
+
+    cache, _, _ = write_cache(lengths=(4,))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+    fake = module.CacheConnector.__new__(module.CacheConnector)
+    fake._cache, fake._writer_id, fake.intake = cache, 5, None
+    fake.register_kv_caches({f"model.{module.CACHE_LAYER}.0": torch.zeros(2, dtype=torch.bfloat16)})
+    monkeypatch.setattr(module, "_connector", lambda: fake)
+    assert (fake.intake is not None) == writes
+    answer = module.WorkerExtension().dflash_close(True)
+    assert (answer is not None) == writes

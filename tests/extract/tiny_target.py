@@ -54,29 +54,53 @@ def build_tokenizer(template: str | None = CHATML, *, prepend_bos: bool = False)
     return tokenizer
 
 
-def build_target(folder: Path, kind: str = "llama", *, seed: int = 0, tied: bool = False, template: str | None = CHATML, **overrides: Any) -> Path:
-    """Save a random bfloat16 target: `kind` llama or qwen3. Its weights are large enough for sharp, different predictions."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 128,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""A gated delta net; vLLM on the CPU takes no smaller heads."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": ("Gemma2Config", {"query_pre_attn_scalar": 32, "sliding_window": 16, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3TextConfig", {"query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "gemma4": ("Gemma4TextConfig", {"sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "mixtral": ("MixtralConfig", EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 32}),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 0.125}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "stablelm": ("StableLmConfig", {}),
+    "gpt_oss": ("GptOssConfig", {**EXPERTS, "sliding_window": 16}),
+}
+"""Every kind's config class, and what it needs besides SIZES."""
 
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 128,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.15,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 3,
-    }
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+
+def build_target(folder: Path, kind: str = "llama", *, seed: int = 0, tied: bool = False, template: str | None = CHATML, **overrides: Any) -> Path:
+    """Save a random bfloat16 target, `kind` one of KINDS. Its weights are large enough for sharp, different predictions."""
+    import torch
+    import transformers
+
+    class_name, needs = KINDS[kind]
+    config = getattr(transformers, class_name)(**{**SIZES, "tie_word_embeddings": tied, **needs, **overrides})
     torch.manual_seed(seed)
-    model = model_class(config_class(**(sizes | overrides))).to(torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     build_tokenizer(template).save_pretrained(folder)
     return folder
