@@ -86,7 +86,7 @@ def main() -> None:
             except DflashError as error:
                 lines.append(f"| {kind} | not run: {' '.join(str(error).split())[:200]} | | | |")
         print(lines[-1], file=sys.stderr, flush=True)
-    print("| class | relative error of each layer, verifier state last, % | of it by rounding, % | the same next token | fidelity |")
+    print("| class | vLLM against transformers, % | transformers: bfloat16 against float32, % | the same next token | fidelity |")
     print("| --- | --- | --- | --- | --- |")
     print("\n".join(lines))
 
