@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import TracebackType
+from typing import Any
 
 from ..common.errors import RunFailed
 from .engine import Document, Engine, Outcome
 
+SIGNAL = signal.SIGUSR2
+"""By which the watchdog interrupts the main thread."""
 NAMED = 3
 """So many of the oldest documents are named."""
 
@@ -88,8 +91,9 @@ def watched_run(engine: Engine, documents: Iterable[Document], seconds: float) -
 class Watchdog:
     """`with Watchdog(in_flight, seconds):` ends the block with RunFailed when it is silent for `seconds`.
 
-    Interrupts the main thread as Ctrl-C would, which ends waiting for another process but no computation in native code.
-    Elsewhere than in the main thread it does nothing.
+    Interrupts the main thread as Ctrl-C would, which ends waiting for another process but no computation in native code. By a
+    signal of its own, because a job in the background (`nohup dflash ... &`) ignores SIGINT. Elsewhere than in the main thread it
+    does nothing.
     """
 
     def __init__(self, in_flight: InFlight, seconds: float) -> None:
@@ -97,9 +101,11 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall-watchdog", daemon=True)
         self._failure: RunFailed | None = None
+        self._before: Any = None
 
     def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(SIGNAL, signal.default_int_handler)
             self._thread.start()
         return self
 
@@ -108,7 +114,7 @@ class Watchdog:
             silent = self._in_flight.silent_seconds()
             if silent > self._seconds:
                 self._failure = self._in_flight.failure(silent)
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), SIGNAL)
                 return
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -119,5 +125,8 @@ class Watchdog:
         except KeyboardInterrupt:
             if self._failure is None:
                 raise
+        finally:
+            if self._thread.ident is not None:
+                signal.signal(SIGNAL, self._before)
         if self._failure is not None and kind is KeyboardInterrupt:
             raise self._failure from None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_target as tiny
 from fake_engine import FakeEngine
@@ -18,7 +19,7 @@ from dflash_cache.extract import run as run_module
 from dflash_cache.extract.config import ExtractConfig
 from dflash_cache.extract.engine import Document, Outcome
 from dflash_cache.extract.run import run
-from dflash_cache.extract.stall import InFlight, Watchdog, name_documents
+from dflash_cache.extract.stall import SIGNAL, InFlight, Watchdog, name_documents
 
 ROWS = [tiny.chat(f"question {number}", "answer " * (number + 1)) for number in range(6)]
 
@@ -70,9 +71,27 @@ def test_nothing_in_flight_is_no_silence():
     assert in_flight.silent_seconds() == 0.0
 
 
-def test_ctrl_c_stays_ctrl_c():
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C as on a terminal, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stays_ctrl_c(interrupts: None):
     with pytest.raises(KeyboardInterrupt), Watchdog(InFlight(), 60):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_stall_is_noticed_where_interrupts_are_ignored_and_the_signal_is_given_back(interrupts: None):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.getsignal(SIGNAL)
+    in_flight = InFlight()
+    in_flight.add(Document(b"k" * 16, "d.jsonl", 7, np.zeros(2, np.int32), np.zeros(2, np.uint8)))
+    with pytest.raises(RunFailed, match="no document has finished"), Watchdog(in_flight, 0.2):
+        threading.Event().wait(10)
+    assert signal.getsignal(SIGNAL) == before
 
 
 def test_an_engine_that_does_not_let_go_hides_no_error(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
