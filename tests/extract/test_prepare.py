@@ -103,18 +103,19 @@ def test_what_is_overlong_is_rejected_or_cut_and_the_least_counts_after_the_cut(
     assert (len(found.documents), len(found.rejects)) == (0, 1)
 
 
-def test_one_file_read_plain_compressed_and_in_part_gives_the_same_rows(settings, tmp_path):
+def test_one_file_read_plain_compressed_and_in_part_gives_the_same_rows(settings, tmp_path, monkeypatch):
     rows = [tiny.chat(f"question {number}", f"answer {number}") for number in range(40)]
     plain = tiny.write_jsonl(tmp_path / "d.jsonl", rows)
     packed = tmp_path / "e.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert texts(prepared(settings(plain))) == texts(prepared(settings(packed)))
     assert texts(prepared(settings(f"{packed}:7"))) == texts(prepared(settings(plain)))[:7]
-    half = prepared(settings(f"{plain}:50%"))
+    monkeypatch.chdir(tmp_path)  # the choice follows from the source's name, which is the same in every run then
+    half = prepared(settings("d.jsonl:50%"))
     assert 8 < half.rows < 32
     assert half.rows == len(half.documents)
     for number in range(40):
-        assert ((str(plain), number) in half.passed) == any(one.source_row == number for one in take(half))
+        assert (("d.jsonl", number) in half.passed) == any(one.source_row == number for one in take(half))
 
 
 def test_a_cache_grows_from_a_share_to_the_whole(settings, tmp_path):
