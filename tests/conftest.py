@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 from builders import make_sample, make_spec, to_bf16_bits, write_target_files
+from hypothesis import HealthCheck, settings
 
 from dflash_cache.common.sample import NO_TOKEN, Sample
 from dflash_cache.common.spec import CacheSpec
 from dflash_cache.extract.writer import CacheWriter, open_cache
+
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")  # the same examples in every run, on machines of any speed; `--hypothesis-profile default` draws new ones
 
 WriteCache = Callable[..., tuple[Path, CacheSpec, list[Sample]]]
 
