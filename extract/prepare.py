@@ -125,7 +125,8 @@ def documents_of(
                 yield Reject(row.source, row.number, f"{item.reason} (message {item.turn})")
                 continue
             if int(item.input_ids.max()) >= vocab_size or int(item.input_ids.min()) < 0:
-                raise RowRejected(f"token {int(item.input_ids.max())} is not in the target's embedding of {vocab_size} rows")
+                yield Reject(row.source, row.number, f"token {int(item.input_ids.max())} is not in the target's embedding of {vocab_size} rows")
+                continue  # other turns of the row have a fate of their own
             notes.update(item.notes)
             key = sample_key(item.input_ids, b"generate" if config.generate else item.loss_mask.tobytes())
             yield Document(key, row.source, row.number, item.input_ids, item.loss_mask)
