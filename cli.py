@@ -1,4 +1,4 @@
-"""The command line: six verbs. Each body loads a configuration, calls one function and prints one result.
+"""The command line: one function a verb. Each body loads a configuration, calls one function and prints one result.
 
 Imports nothing heavy at the top: `dflash --help` needs neither torch nor vLLM.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import click
 
 from . import __version__
 from .common.errors import DflashError, InputError
+from .common.flags import assignments, layer_list, pairs, temperature_list
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -62,43 +63,9 @@ def show(result: Any, as_json: bool) -> None:
     click.echo(json.dumps(result.to_dict(), indent=2) if as_json else result.to_text())
 
 
-def assignments(texts: tuple[str, ...], flag: str, *, keep: bool = False) -> dict[str, Any]:
-    """KEY=VALUE texts as a dict, values read as YAML. keep: dashes of a key stay."""
-    import yaml
-
-    values = {}
-    for text in texts:
-        key, equals, raw = text.partition("=")
-        if not equals or not key:
-            raise InputError("is no assignment", place=f"{flag} {text}", expected="KEY=VALUE", fix=f"for example {flag} tensor_parallel_size=4")
-        try:
-            values[key if keep else key.replace("-", "_")] = yaml.safe_load(raw)
-        except yaml.YAMLError:
-            raise InputError("the value is no YAML", place=f"{flag} {text}", fix="quote it, for example 'KEY=\"text\"'") from None
-    return values
-
-
-def layer_list(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """`1,16,31` as numbers."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(
-            "is no list of layers", place="--layers", found=text, expected="block numbers with commas, for example 1,16,31,46,61"
-        ) from None
-
-
-def pairs(texts: tuple[str, ...], flag: str, example: str) -> dict[str, str]:
-    """NAME=TEXT texts as a dict."""
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (equals and name and value):
-            raise InputError("is no assignment", place=f"{flag} {text}", expected="NAME=TEXT", fix=f"for example {flag} {example}")
-        found[name] = value
-    return found
+def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """`parse` for `click.option(callback=)`: not called for a flag that was not given."""
+    return lambda _, __, text: None if text is None else parse(text)
 
 
 def rows_options(command: Callable) -> Callable:
@@ -147,7 +114,9 @@ def main() -> None:
 
 @main.command()
 @click.option("--model", required=True, help="Target: a folder or a Hugging Face name.")
-@click.option("--layers", callback=layer_list, help="Blocks whose output is stored, 0-based, with commas. Default: round(linspace(1, n-3, 5)).")
+@click.option(
+    "--layers", callback=parsed(layer_list), help="Blocks whose output is stored, 0-based, with commas. Default: round(linspace(1, n-3, 5))."
+)
 @click.option("--verifier-layer", type=int, help="Block whose raw output gives the teacher's logits. Default and only sensible value: the last.")
 @click.option("--force-verifier-layer", is_flag=True, help="Accept another verifier layer.")
 @click.option(
@@ -163,9 +132,11 @@ def main() -> None:
 @click.option("--max-rejects", type=float, help="Stop when a larger share of the rows is rejected; 1 never does. Default: 0.5.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N rows.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What runs the target. Default: vllm.")
-@click.option("--generate", is_flag=True, help="Let the target write the last answer, and capture prompt and answer in one pass.")
+@click.option("--generate", is_flag=True, help="Let the target write every assistant turn, and capture in the same pass.")
 @click.option("--max-new-tokens", type=int, help="Longest answer with --generate, tokens.")
 @click.option("--temperature", type=float, help="Of --generate; 0 is greedy.")
+@click.option("--top-p", type=float, help="Of --generate: sample from the likeliest tokens with this probability together. Default: 1, all.")
+@click.option("--top-k", type=int, help="Of --generate: sample from so many likeliest tokens. Default: 0, all.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes, each with an engine on its own GPUs. Default: 1.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which of --world-size extractions into one cache this is, from 0.")
 @click.option("--world-size", type=click.IntRange(min=1), help="How many extractions, each with its own --rank, share the documents.")
@@ -203,7 +174,7 @@ def extract(
     given = rows_fields(flags)
     if "mantissa_bits" in given:
         given["mantissa_bits"] = int(given["mantissa_bits"])
-    if not flags["generate"] and (unused := [name for name in ("max_new_tokens", "temperature") if name in given]):
+    if not flags["generate"] and (unused := [name for name in ("max_new_tokens", "temperature", "top_p", "top_k") if name in given]):
         raise InputError(
             "has no effect without --generate",
             place=", ".join("--" + name.replace("_", "-") for name in unused),
@@ -281,6 +252,33 @@ def verify(cache: Path, repairs: bool, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("cache", type=FOLDER)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N; as the trainings that are to use them.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of the products; as run.dtype in training.",
+)
+@json_option
+@debug_option
+def targets(cache: Path, device: str, dtype: str, as_json: bool) -> None:
+    """Keep the teacher's tokens in a cache, so that no training reads its verifier states or runs the target's head over them.
+
+    Training does so itself before its first step, unless it reads less than all of the data. The same command again computes only
+    what is missing or damaged.
+
+    \b
+    dflash targets qwen36-cache
+    dflash targets held-out --device cuda:1 --json
+    """
+    from .train.targets_pass import compute_targets
+
+    show(compute_targets(cache, device, dtype), as_json)
+
+
+@main.command()
 @click.option("--cache", "caches", type=FOLDER, multiple=True, required=True, help="Feature cache. Repeatable: several of the same target.")
 @click.option("--eval-cache", "eval_caches", type=FOLDER, multiple=True, help="Held-out feature cache, evaluated during training. Repeatable.")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the run.")
@@ -326,68 +324,194 @@ def train(
 
 @main.command("eval")
 @click.option("--cache", "caches", type=FOLDER, multiple=True, help="Held-out feature cache: acceptance length offline. Repeatable.")
-@click.option("--drafter", type=FOLDER, required=True, help="A run's folder or an exported drafter.")
+@click.option("--drafter", type=FOLDER, required=True, help="A run's folder or an exported drafter; with --engine an exported one.")
 @click.option("--engine", type=click.Choice(["vllm"]), help="Serve target and drafter for real.")
 @click.option("--model", help="Target, with --engine.")
-@click.option("--data", multiple=True, help="Prompts, as for extraction, with --engine. Repeatable.")
+@click.option(
+    "--data", multiple=True, help="Prompts, with --engine: as for extraction, or gsm8k, humaneval, mt-bench; then :200 rows or :25%. Repeatable."
+)
 @rows_options
-@click.option("--max-length", type=int, help="Longest prompt and answer together, tokens.")
-@click.option("--max-new-tokens", type=int, help="Longest answer, tokens.")
-@click.option("--temperature", type=float, help="0 is greedy.")
+@click.option("--max-length", type=int, help="Longest prompt and answer together, tokens, with --engine.")
+@click.option("--max-new-tokens", type=int, help="Longest answer, tokens, with --engine.")
+@click.option(
+    "--temperature", "temperatures", callback=parsed(temperature_list), help="0 is greedy. Offline several with commas, each expected: 0,0.6,1.0."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N prompts or samples.")
-@click.option("--concurrency", type=int, help="Requests at once, with --engine.")
+@click.option("--concurrency", type=int, help="Requests at once, with --engine. Default: 8.")
+@click.option("--num-speculative-tokens", type=int, help="Tokens drafted at once, with --engine. Default: the drafter's block size - 1.")
+@click.option("--no-baseline", is_flag=True, help="Serve with the drafter only: no speed-up, and answers are not compared.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the bootstrap; with --engine also of sampling and of a share's rows.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path, dir_okay=False), help="Offline: also draw it (.png, .svg, .pdf).")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Passed to vLLM. Repeatable.")
 @json_option
 @debug_option
 def evaluate(
-    caches: tuple[Path, ...], drafter: Path, engine: str | None, limit: int | None, engine_args: tuple[str, ...], as_json: bool, **flags: Any
+    caches: tuple[Path, ...],
+    drafter: Path,
+    engine: str | None,
+    limit: int | None,
+    temperatures: tuple[float, ...] | None,
+    no_baseline: bool,
+    seed: int | None,
+    plot_file: Path | None,
+    engine_args: tuple[str, ...],
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Measure the acceptance length: offline from a held-out cache, or served for real in vLLM.
 
+    Offline, serving is simulated on documents that the drafter has not seen; with --engine the prompts are answered twice,
+    with the drafter and without, and the answers compared.
+
     \b
     dflash eval --cache held-out --drafter runs/base
+    dflash eval --cache held-out --drafter runs/base --temperature 0,0.6,1.0 --plot base.png
     dflash eval --engine vllm --model ./target --drafter ./drafter --data prompts.jsonl
+    dflash eval --engine vllm --model ./target --drafter ./drafter --data gsm8k:200 --data humaneval --concurrency 1 --json
+    dflash eval --engine vllm --model ./target --drafter ./drafter --data mt-bench --template-arg enable_thinking=false --no-baseline
     """
+    from .common.config import build
+
     if bool(caches) == bool(engine):
         raise InputError("give either --cache (offline) or --engine vllm with --model and --data (served)", place="dflash eval")
     if engine:
-        from .common.config import build
         from .extract.config import ServeConfig
         from .extract.serve import evaluate_served
 
-        given = rows_fields({**flags, "limit": limit})
-        config = build(
-            ServeConfig, {**given, "drafter": drafter, "engine_args": assignments(engine_args, "--engine-arg")}, "dflash eval --engine vllm"
-        )
-        return show(evaluate_served(config), as_json)
-    if unused := [name for name, value in {**flags, "engine_args": engine_args}.items() if value]:
+        if temperatures is not None and len(temperatures) > 1:
+            raise InputError("serving is at one temperature", place="--temperature", found=", ".join(map(str, temperatures)), fix="run it for each")
+        if plot_file is not None:
+            raise InputError("has no effect with --engine", place="--plot", fix="leave it out")
+        given = rows_fields({**flags, "limit": limit, "seed": seed, "temperature": temperatures[0] if temperatures else None})
+        given |= {"drafter": drafter, "baseline": not no_baseline, "engine_args": assignments(engine_args, "--engine-arg")}
+        return show(evaluate_served(build(ServeConfig, given, "dflash eval --engine vllm")), as_json)
+    if unused := [name for name, value in {**flags, "no_baseline": no_baseline, "engine_args": engine_args}.items() if value]:
         repeated = ("engine_args", "columns", "roles", "template_args")
         names = ", ".join("--" + name.removesuffix("s" if name in repeated else "").replace("_", "-") for name in unused)
         raise InputError("has no effect without --engine vllm", place=names, fix="add --engine vllm instead of --cache, or leave it out")
+    from .train.config import EvalConfig
+
+    wanted = {"temperatures": temperatures, "seed": seed}
+    config = build(EvalConfig, {name: value for name, value in wanted.items() if value is not None}, "dflash eval")
+    if plot_file is not None:
+        from .train.eval_plot import check_plot
+
+        check_plot(plot_file)
     from .train.evaluate import evaluate as measure
 
-    show(measure(drafter, list(caches), limit=limit), as_json)
+    result = measure(drafter, list(caches), config, limit=limit)
+    if plot_file is not None:
+        from .train.eval_plot import plot
+
+        plot(result, plot_file)
+    show(result, as_json)
 
 
 @main.command()
-@click.argument("run", type=FOLDER)
-@click.option("--to", "destination", type=FOLDER, required=True, help="Folder to write; must not exist.")
+@click.argument("run", type=FOLDER, required=False)
+@click.option("--to", "destination", type=FOLDER, help="Folder to write; must not exist.")
 @click.option(
-    "--format", type=click.Choice(["zlab"]), default="zlab", show_default=True, expose_value=False, help="zlab: for vLLM, SGLang and the reference."
+    "--format",
+    type=click.Choice(["zlab", "speculators"]),
+    help="zlab: for vLLM, SGLang and the reference. speculators: for vLLM and the speculators library. Default: zlab.",
 )
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True, help="Of the tensors.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Of the tensors. Default: bfloat16.")
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint of this step. Default: the newest.")
+@click.option("--best", is_flag=True, help="The checkpoint that drafts held-out samples best.")
+@click.option("--include-embeddings", is_flag=True, help="Put the target's embedding and head into the file too, as the speculators format does.")
+@click.option("--dry-run", is_flag=True, help="Print config and tensors; write nothing.")
+@click.option("--check", "checked", type=FOLDER, metavar="FOLDER", help="Look for faults in an exported folder, of any origin; write nothing.")
+@click.option("--cache", type=FOLDER, help="A cache of the run, when it was moved; with --check: of the target to check against.")
+@click.option("--model", help="The target: its name in the folder; with --check its folder, to check against.")
 @json_option
 @debug_option
-def export(run: Path, destination: Path, dtype: Any, as_json: bool) -> None:
-    """Turn a run's newest checkpoint into a folder that serving engines load.
+def export(
+    run: Path | None, destination: Path | None, checked: Path | None, as_json: bool, cache: Path | None, model: str | None, **flags: Any
+) -> None:
+    """Turn a run's checkpoint into a folder that serving engines load, or check such a folder.
+
+    What is written is read back, run on a few blocks, and compared with the checkpoint before it appears. --check ends with exit
+    code 1 when it finds errors.
 
     \b
     dflash export runs/base --to drafter
+    dflash export runs/base --to drafter --format speculators --best
+    dflash export --check drafter --model ./target
     """
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    if checked is not None:
+        wrong = [name for name, value in (("RUN", run), ("--to", destination)) if value is not None]
+        if wrong := wrong + ["--" + name.replace("_", "-") for name in given]:
+            raise InputError("writes nothing", place="dflash export --check", found=", ".join(wrong), fix="leave these out, or leave --check out")
+        from .train.lint import lint
+
+        report = lint(checked, Path(model) if model is not None else None, cache)
+        show(report, as_json)
+        sys.exit(0 if report.ok else 1)
+    if run is None or (destination is None and not flags["dry_run"]):
+        missing = "a run's folder" if run is None else "--to DIR"
+        raise InputError(f"needs {missing}", place="dflash export", expected="RUN --to DIR, or --check FOLDER", fix="see dflash export --help")
+    if flags["best"] and flags["step"] is not None:
+        raise InputError("choose one checkpoint, not two", place="--best, --step", fix="leave one out")
     from .train.export import export as write
 
-    show(write(run, destination, dtype=dtype), as_json)
+    show(write(run, destination, cache=cache, model=model, **given), as_json)
+
+
+@main.command()
+@click.option("--cache", type=FOLDER, required=True, help="Held-out feature cache; with --engine one that the target wrote (extract --generate).")
+@click.option("--drafter", type=FOLDER, required=True, help="The exported folder that is served.")
+@click.option("--run", type=FOLDER, help="The run that it came from: what was trained. Without it, better readings of the folder are looked for.")
+@click.option("--engine", type=click.Choice(["vllm"]), help="Serve target and drafter too, and compare every block that the engine drafts.")
+@click.option("--model", help="Target, with --engine.")
+@click.option("--limit", type=click.IntRange(min=1), default=32, show_default=True, help="Only the first N documents that can be drafted.")
+@click.option("--device", default="auto", show_default=True, help="Of the replays: auto, cpu, cuda, cuda:N.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Passed to vLLM. Repeatable.")
+@json_option
+@debug_option
+def doctor(
+    cache: Path,
+    drafter: Path,
+    run: Path | None,
+    engine: str | None,
+    model: str | None,
+    limit: int,
+    device: str,
+    trust_remote_code: bool,
+    engine_args: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find out why a drafter's acceptance falls short of its training, and which convention is off.
+
+    The same documents are drafted by the trainer, by a plain reading of the exported folder as vLLM reads it, and by the
+    engine. Exit code 1 when any two part.
+
+    \b
+    dflash doctor --cache held-out --run runs/base --drafter drafter
+    dflash doctor --cache held-out --run runs/base --drafter drafter --engine vllm --model ./target --limit 8
+    dflash doctor --cache held-out --drafter somebodys-drafter
+    """
+    if (engine is None) != (model is None):
+        raise InputError("are given together", place="--engine, --model", fix="give --engine vllm --model TARGET, or neither")
+    if engine is None and (trust_remote_code or engine_args):
+        raise InputError("has no effect without --engine vllm", place="--trust-remote-code, --engine-arg", fix="add --engine vllm --model TARGET")
+    from .train.doctor import Answer, Request, diagnose
+
+    def serve(requests: Sequence[Request]) -> list[Answer]:
+        from .common.spec import load
+        from .extract.draft_replay import replay_drafts
+
+        prompts = [(request.prompt, request.answer_tokens) for request in requests]
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "engine_args": assignments(engine_args, "--engine-arg")}
+        found = replay_drafts(str(model), drafter, prompts, content_hash=load(cache).settings.target.content_hash, **options)
+        return [Answer(of.tokens, of.drafts, of.steps, of.accepted) for of in found]
+
+    found = diagnose(cache, drafter, run, serve if engine else None, limit=limit, device=device)
+    show(found, as_json)
+    if not found.ok:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ def rounded_copy(source: Path, to: Path) -> Path:
     reader = CacheReader(source)
     settings = reader.spec.settings
     features = settings.features.model_copy(update={"mantissa_bits": 3})
-    wanted = spec.CacheSpec(
-        settings=settings.model_copy(update={"features": features}), limits=reader.spec.limits, provenance=reader.spec.provenance
-    )
+    wanted = spec.CacheSpec(settings=settings.model_copy(update={"features": features}), limits=reader.spec.limits, provenance=reader.spec.provenance)
     open_cache(to, wanted)
     writer = CacheWriter(to, wanted)
     for number in range(reader.num_samples):

@@ -17,6 +17,7 @@ PARTIAL: Final = "partial"
 REJECTS: Final = "rejects.jsonl"
 LOG: Final = "extract.log.jsonl"
 QUARANTINE: Final = "quarantine"
+TARGETS: Final = "targets"
 ZARR_JSON: Final = "zarr.json"
 
 HIDDEN_STATES: Final = "hidden_states"
@@ -25,6 +26,7 @@ EXPONENT: Final = "exponent"
 SIGN_MANTISSA: Final = "sign_mantissa"
 PLANES: Final = (EXPONENT, SIGN_MANTISSA)
 CHUNK_CHECKSUMS: Final = "chunk_crc32c"
+TEACHER_TOKENS: Final = "teacher_tokens"
 
 _PART_NAME = re.compile(r"(\d{8})-(\d{4})")
 

@@ -12,6 +12,8 @@ LOSSLESS_BITS = 7
 PACKED_BITS = 3
 BLOCK = 1 << 17
 """Elements merged at a time: 128 Ki, whose operands fit a core's second-level cache."""
+ENCODE_BLOCK = 1 << 20
+"""Elements encoded at a time: 1 Mi. Few long numpy calls, since between them a thread holds Python's lock."""
 _MAX_FINITE = np.uint16(0x7F7F)
 _INFINITY = np.uint16(0x7F80)
 _SIGN = np.uint16(0x8000)
@@ -85,6 +87,56 @@ def encode(bits: np.ndarray, mantissa_bits: int) -> tuple[np.ndarray, np.ndarray
     return exponent, pack_nibbles(sign_mantissa)
 
 
+def encode_into(bits: np.ndarray, mantissa_bits: int, exponent: np.ndarray, sign_mantissa: np.ndarray) -> None:
+    """`encode`, without new memory for its results: bits uint16 [n, H], exponent uint8 [n, H], sign_mantissa uint8 [n, H] or [n, H / 2].
+
+    All contiguous. For 3 bits ten times as fast as `encode`. Rounding to nearest even adds 7 and the lowest kept bit to the whole
+    pattern: a carry out of the mantissa is the next exponent, and the sign stands above both. Where that gives an infinity, or one
+    was there, the block goes through `encode`.
+    """
+    count, width = bits.shape
+    rows = max(1, ENCODE_BLOCK // width)
+    scratch = np.empty((2, min(rows, count), width), np.uint16)
+    for start in range(0, count, rows):
+        here = slice(start, start + rows)
+        block, high, low = bits[here], exponent[here], sign_mantissa[here]
+        one, two = scratch[:, : len(block)]
+        if mantissa_bits == LOSSLESS_BITS:
+            _split_into(block, high, low, one, two)
+        else:
+            _round_into(block, high, low, one, two)
+            if not all_finite(block) or (high.size and high.max() == 0xFF):  # a NaN may have carried past the sign
+                high[...], low[...] = encode(block, mantissa_bits)
+
+
+def _split_into(bits: np.ndarray, exponent: np.ndarray, sign_mantissa: np.ndarray, one: np.ndarray, two: np.ndarray) -> None:
+    np.right_shift(bits, np.uint16(7), out=one)
+    np.copyto(exponent, one, casting="unsafe")
+    np.right_shift(bits, np.uint16(8), out=one)
+    np.bitwise_and(one, np.uint16(0x80), out=one)
+    np.bitwise_and(bits, np.uint16(0x7F), out=two)
+    np.bitwise_or(one, two, out=one)
+    np.copyto(sign_mantissa, one, casting="unsafe")
+
+
+def _round_into(bits: np.ndarray, exponent: np.ndarray, packed: np.ndarray, one: np.ndarray, two: np.ndarray) -> None:
+    np.right_shift(bits, np.uint16(4), out=one)
+    np.bitwise_and(one, np.uint16(1), out=one)
+    np.add(one, np.uint16(7), out=one)
+    np.add(one, bits, out=one)
+    np.right_shift(one, np.uint16(7), out=two)
+    np.copyto(exponent, two, casting="unsafe")
+    np.right_shift(one, np.uint16(12), out=two)
+    np.bitwise_and(two, np.uint16(0x08), out=two)
+    np.right_shift(one, np.uint16(4), out=one)
+    np.bitwise_and(one, np.uint16(0x07), out=one)
+    np.bitwise_or(one, two, out=one)
+    pairs, shifted = one.view("<u4"), two.view("<u4")  # the even element's nibble in bits 0-3, the odd one's in bits 16-19
+    np.right_shift(pairs, np.uint32(12), out=shifted)
+    np.bitwise_or(pairs, shifted, out=pairs)
+    np.copyto(packed, pairs, casting="unsafe")
+
+
 def decode(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int) -> np.ndarray:
     """Undo `encode`: uint16 bit patterns of the shape of `exponent`, which may be any."""
     out: np.ndarray = np.empty(exponent.shape, np.uint16)
@@ -92,6 +144,14 @@ def decode(exponent: np.ndarray, sign_mantissa: np.ndarray, mantissa_bits: int) 
         high, low = (np.ascontiguousarray(plane).reshape(-1, plane.shape[-1]) for plane in (exponent, sign_mantissa))
         merge_into(high, low, mantissa_bits, out.reshape(-1, out.shape[-1]))
     return out
+
+
+def all_finite(bits: np.ndarray) -> bool:
+    """Is every bfloat16 pattern finite? `is_finite(bits).all()` in two passes without a temporary array, ten times as fast.
+
+    As uint16 the negative ones that are not finite are the largest, as int16 the positive ones.
+    """
+    return not bits.size or bool(bits.max() < _INFINITY | _SIGN and bits.view(np.int16).max() < _INFINITY)
 
 
 def is_finite(bits: np.ndarray) -> np.ndarray:

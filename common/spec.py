@@ -92,6 +92,8 @@ class TextSpec(Config):
 
 LATER_TEXT_FIELDS = {"template_args", "overlong", "supervise", "turns"}
 """Fields of TextSpec that caches of format version 1 may lack. Whatever is added to the settings must be left out alike."""
+LATER_GENERATION_FIELDS = {"top_p", "top_k"}
+"""Those of GenerationSpec."""
 
 
 class GenerationSpec(Config):
@@ -103,6 +105,10 @@ class GenerationSpec(Config):
     """0 is greedy."""
     seed: int
     """Of the sampler."""
+    top_p: float = 1.0
+    """Sampled from the likeliest tokens that have this much probability together; 1 is all."""
+    top_k: int = 0
+    """Sampled from so many likeliest tokens; 0 is all."""
 
 
 class EngineSpec(Config):
@@ -218,8 +224,10 @@ def as_written(settings: Settings) -> dict[str, Any]:
     So a cache of an earlier program is read and continued, and equal settings have one fingerprint whichever program wrote them.
     """
     document = settings.model_dump(mode="json")
-    defaults = TextSpec.model_construct().model_dump(mode="json", include=LATER_TEXT_FIELDS)
-    document["text"] = {name: value for name, value in document["text"].items() if name not in defaults or value != defaults[name]}
+    for section, kind, later in (("text", TextSpec, LATER_TEXT_FIELDS), ("generation", GenerationSpec, LATER_GENERATION_FIELDS)):
+        if document[section] is not None:
+            defaults = kind.model_construct().model_dump(mode="json", include=later)
+            document[section] = {name: value for name, value in document[section].items() if name not in defaults or value != defaults[name]}
     return document
 
 

@@ -6,6 +6,7 @@ The folder is written once by stage one and checked by whoever reads a file of i
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from . import atomic, layout
 from .errors import CacheDamaged
@@ -31,6 +32,17 @@ def check(cache: Path, *names: str) -> Path:
 
     Raises CacheDamaged naming the file that is missing, changed, or not inside the folder.
     """
+    folder, files = cache / layout.TARGET, read_seal(cache)
+    for name in names or files:
+        _check_file(folder, name, files)
+    return folder
+
+
+def read_seal(cache: Path) -> dict[str, Any]:
+    """What the seal says of each file, by name: `size` and `xxh3_128`. The files themselves are not read.
+
+    Raises CacheDamaged when there is no seal, or it was changed.
+    """
     folder = cache / layout.TARGET
     if folder.is_symlink():
         raise CacheDamaged("is a symbolic link", place=str(folder), expected="a folder; nothing of a cache lies outside of it")
@@ -44,9 +56,7 @@ def check(cache: Path, *names: str) -> Path:
     files = document.get("files")
     if not isinstance(files, dict) or document.get("digest") != digest_bytes(canonical(files)):
         raise CacheDamaged("the seal was changed", place=str(folder / SEAL))
-    for name in names or files:
-        _check_file(folder, name, files)
-    return folder
+    return files
 
 
 def _check_file(folder: Path, name: str, files: dict[str, object]) -> None:

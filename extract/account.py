@@ -48,6 +48,8 @@ class ExtractSummary:
     seconds: float
     """Of the engine's work, its start not included."""
     tokens_per_second: float | None
+    generated_tokens: int
+    """Written by the target in this run, for samples and rejects, those of answers that became history included."""
     fidelity_samples: int
     fidelity_agreement: float | None
     """Share of the checked samples whose stored state predicts the engine's own next token; None when not checked."""
@@ -75,6 +77,8 @@ class ExtractSummary:
             lines.append(
                 f"{self.stored_bytes:,} bytes in {self.parts} parts: {self.bytes_per_token or 0:,.0f} a token, {self.ratio_to_raw or 0:.3f} of raw bfloat16"
             )
+        if self.generated_tokens:
+            lines.append(f"{self.generated_tokens:,} tokens generated, {self.generated_tokens / (self.seconds or 1):,.0f} tokens/s")
         if self.fidelity_agreement is not None:
             lines.append(f"teacher fidelity {self.fidelity_agreement:.2%} of {self.fidelity_samples:,} samples")
         return "\n".join([*lines, f"cache {self.cache}, layers {', '.join(map(str, self.layer_ids))}"])
@@ -89,7 +93,7 @@ class Account:
         self.passed: Passed = prepared.passed
         self.shapes, self.notes = prepared.shapes, prepared.notes
         self.rejects: list[Reject] = list(prepared.rejects)
-        self.samples = self.tokens = self.supervised_tokens = 0
+        self.samples = self.tokens = self.supervised_tokens = self.generated_tokens = 0
         self.counts = WriterCounts()
         self.seconds = 0.0
         self.monitor: FidelityMonitor | None = None
@@ -98,13 +102,14 @@ class Account:
         """These documents are done."""
         for outcome in outcomes:
             document = outcome.document
+            self.generated_tokens += outcome.generated_tokens
             if outcome.reject is not None:
                 self.rejects.append(Reject(document.source, document.source_row, outcome.reject))
             else:
                 self._count(outcome, 1)
 
     def take_back(self, outcomes: Iterable[Outcome]) -> None:
-        """These were stored and are not published; they will be done again."""
+        """These were stored and are not published; they will be done again. What was generated for them was generated."""
         for outcome in outcomes:
             self._count(outcome, -1)
 
@@ -112,6 +117,8 @@ class Account:
         self.samples += sign
         self.tokens += sign * outcome.tokens
         self.supervised_tokens += sign * outcome.supervised_tokens
+        for note in outcome.notes:
+            self.notes[note] += sign
 
     def check(self) -> None:
         """Every row has one fate, and what was accepted is what was published."""
@@ -140,7 +147,7 @@ class Account:
             rejects=len(self.rejects),
             reject_reasons=count_reasons(self.rejects),
             shapes=by_source(self.shapes),
-            notes=dict(self.notes.most_common()),
+            notes={note: count for note, count in self.notes.most_common() if count},
             tokens=tokens,
             supervised_tokens=self.supervised_tokens,
             stored_bytes=stored,
@@ -149,6 +156,7 @@ class Account:
             parts=self.counts.parts,
             seconds=self.seconds,
             tokens_per_second=tokens / self.seconds if tokens and self.seconds else None,
+            generated_tokens=self.generated_tokens,
             fidelity_samples=monitor.samples if monitor else 0,
             fidelity_agreement=monitor.agreement if monitor else None,
             left_to_others=self.share.left_to_others,

@@ -38,8 +38,8 @@ class RowsConfig(Config):
     """Longest document, tokens; with an answer to be written the prompt and the answer together."""
     max_new_tokens: int = Field(512, gt=0)
     """Longest answer that the target writes, tokens."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of its answers; 0 is greedy."""
+    temperature: float = Field(0.0, ge=0, le=2)
+    """Sampling temperature of its answers; 0 is greedy, 2 the most that vLLM takes."""
     seed: int = Field(0, ge=0)
     """Of the rows of a share, the order of the samples and of sampling."""
     trust_remote_code: bool = False
@@ -72,7 +72,11 @@ class ExtractConfig(RowsConfig):
     engine: Literal["vllm", "transformers"] = "vllm"
     """What runs the target; transformers is the slow reference."""
     generate: bool = False
-    """Let the target write the last assistant turn instead of taking the data's."""
+    """Let the target write the assistant turns instead of taking the data's."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Its tokens are sampled from the likeliest ones that have this much probability together; 1 is all."""
+    top_k: int = Field(0, ge=0)
+    """Its tokens are sampled from so many likeliest ones; 0 is all."""
     mantissa_bits: Literal[7, 3] = 7
     """Mantissa bits kept in the features; 7 is lossless."""
     chunk_tokens: int = Field(Limits.model_fields["chunk_tokens"].default, gt=0)
@@ -105,11 +109,13 @@ class ExtractConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> ExtractConfig:
-        unused = [
-            name for name in ("supervise", "turns", "overlong", "min_supervised") if getattr(self, name) != type(self).model_fields[name].default
-        ]
+        changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        unused = [name for name in ("overlong", "min_supervised") if name in changed]
         if self.generate and unused:
             raise ValueError(f"{', '.join(unused)} concern answers that the data has; with generate the target's own are learned from, whole")
+        sampling = [name for name in ("top_p", "top_k") if name in changed]
+        if sampling and not (self.generate and self.temperature):
+            raise ValueError(f"{', '.join(sampling)} concern answers that are sampled: they need generate and a temperature above 0, which is greedy")
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}: ranks count from 0 to world_size - 1")
         if self.workers * self.world_size > 10_000:
@@ -123,10 +129,17 @@ class ServeConfig(RowsConfig):
     """Served evaluation: the same prompts with and without a drafter in vLLM."""
 
     drafter: Path
-    """An exported drafter's folder (`dflash export`, format zlab)."""
+    """An exported drafter's folder (`dflash export`)."""
     max_new_tokens: int = Field(256, gt=0)
     """Longest answer, tokens."""
     concurrency: int = Field(8, gt=0)
     """Requests served at once (vLLM's max_num_seqs)."""
     num_speculative_tokens: int | None = Field(None, gt=0)
     """Tokens drafted at once; None is block_size - 1 of the drafter's config."""
+    baseline: bool = True
+    """Serve the prompts without the drafter too, for the speed-up and to compare the answers."""
+    near_tie_nats: float = Field(0.125, ge=0)
+    """Two tokens whose log-probabilities lie at most so far apart may change places by rounding: a bfloat16 logit between 16 and
+    32 is a multiple of 0.125, and rounding two of them moves their difference by up to one such step."""
+    resamples: int = Field(1000, ge=0)
+    """Of the bootstrap over prompts; 0 makes no confidence interval."""

@@ -1,8 +1,8 @@
 """The vLLM side of extraction: a KV connector and the worker calls that go with it. Loaded by module path in the worker.
 
 With vLLM's `extract_hidden_states` method the wanted layers' outputs stand in a KV-cache group of their own. When a
-request finishes, its blocks are kept until the worker has gathered its rows; `dflash_commit` then turns rows into samples,
-so features never leave the worker. In: rows, and per document ids, mask and origin from the parent. Out: the cache.
+request finishes, its blocks are kept until the worker has copied its rows (row_copies.py); `dflash_commit` then turns rows into
+samples, so features never leave the worker. In: rows, and per document ids, mask and origin from the parent. Out: the cache.
 Works on CPU and CUDA, vLLM 0.25 to 0.32. Knows nothing of engines, datasets or runs.
 """
 
@@ -20,9 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector, extract_from_kv_cache
 
 from ..common.sample import Sample
-from .intake import Intake
+from .cpu_sampling import repair_sampling
+from .intake import Intake, check_count
 from .orphans import end_with_parent
 from .remote_errors import describe
+from .row_copies import FinishedRequest, RowCopies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,22 +32,9 @@ if TYPE_CHECKING:
 KEY_PARAM = "dflash_key"
 """In a request's kv_transfer_params: the document's key, hex. Requests without it are left alone."""
 STORED, REJECTED, WAITING = "stored", "rejected", "waiting"
-"""Answers of `dflash_commit` for one document. WAITING: its rows are not gathered yet, ask again."""
+"""Answers of `dflash_commit` for one document. WAITING: its rows are not copied and checked yet, ask again."""
 CACHE_LAYER = "cache_only_layers"
 """Part of the name that vLLM gives the layer that holds the states."""
-
-
-@dataclass
-class FinishedRequest:
-    """A request whose rows the worker is to gather, told by the scheduler."""
-
-    request_id: str
-    key: str
-    token_ids: list[int]
-    """Of every row: all tokens of the request but the last, which was never fed to the target."""
-    computed: int
-    """Tokens that the engine says it has computed."""
-    block_ids: list[int]
 
 
 @dataclass
@@ -55,18 +44,8 @@ class FinishedRequests(KVConnectorMetadata):
     requests: list[FinishedRequest] = field(default_factory=list)
 
 
-@dataclass
-class Rows:
-    """Gathered rows that wait for their commit."""
-
-    token_ids: list[int]
-    states_TCH: torch.Tensor
-    """bfloat16 on the host, C captured layers. With CUDA it is complete once `copied` is."""
-    copied: torch.cuda.Event | None
-
-
 class CacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Gathers the rows of finished requests. Its extra config: cache, writer_id, feature_columns, verifier_column."""
+    """Copies the rows of finished requests. Its extra config: cache, writer_id, feature_columns, verifier_column."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -76,15 +55,14 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.feature_columns: list[int] = list(extra["feature_columns"])
         self.verifier_column = int(extra["verifier_column"])
         self._group, self._block_size = _state_group(kv_cache_config)
+        self._longest = int(vllm_config.model_config.max_model_len)
         if role == KVConnectorRole.SCHEDULER:
             end_with_parent()  # its workers watch it
         self._finished: list[FinishedRequest] = []  # scheduler side
-        self._states: torch.Tensor | None = None  # worker side
-        self._is_writer = False
-        self._unreported: set[str] = set()
+        self.intake: Intake | None = None  # worker side, of the rank that writes
+        self.copies: RowCopies | None = None
+        self._landed: set[str] = set()
         self._seen_finished: set[str] = set()
-        self.rows: dict[str, Rows] = {}
-        self.intake: Intake | None = None
 
     # ---- scheduler side
 
@@ -96,7 +74,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is ever loaded."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a request of ours until the worker has gathered its rows."""
+        """Keep the blocks of a request of ours until the worker has copied its rows."""
         key = (request.kv_transfer_params or {}).get(KEY_PARAM)
         if key is None or request.num_computed_tokens == 0 or "ABORTED" in str(request.status):
             return False, None
@@ -122,15 +100,24 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the tensor that holds the states, and on the writing rank open the cache."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+        repair_sampling()
         names = [name for name in kv_caches if CACHE_LAYER in name]
         if len(names) != 1:
             raise ValueError(f"expected one layer of states in the KV cache, found {names}")
-        self._states = kv_caches[names[0]]
-        if self._states.dtype != torch.bfloat16:
-            raise ValueError(f"the states are {self._states.dtype}, not bfloat16")
-        self._is_writer = get_tensor_model_parallel_rank() == 0
-        if self._is_writer:
+        states = kv_caches[names[0]]
+        if states.dtype != torch.bfloat16:
+            raise ValueError(f"the states are {states.dtype}, not bfloat16")
+        if get_tensor_model_parallel_rank() == 0:
             self.intake = Intake(self._cache, self._writer_id)
+            columns = len(self.feature_columns) + (self.verifier_column not in self.feature_columns)
+            self.copies = RowCopies(states, self._block_size, columns, self.intake.spec.hidden_size, self._longest, extract_from_kv_cache)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called before a step's forward pass: what finished in earlier steps is copied after their passes, and beside this one."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.copies is not None and isinstance(connector_metadata, FinishedRequests) and connector_metadata.requests:
+            self.copies.mark_written()
+            self.copies.submit(connector_metadata.requests)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -139,24 +126,23 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is ever loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Rows are gathered when their request has finished, not layer by layer."""
+        """Rows are copied when their request has finished, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Rows are gathered in `get_finished`."""
+        """Rows are copied in `get_finished`."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Gather the rows of requests that finished in an earlier step, then let their blocks go.
+        """Begin to copy the rows of requests that finished in an earlier step, and let go of blocks whose rows are copied.
 
-        The copy is queued behind the forward passes that wrote the rows and before those that may reuse the blocks.
+        Called after the forward pass is queued, so that the engine's thread does this while the GPU works.
         """
-        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
-        if self._is_writer and isinstance(metadata, FinishedRequests):
-            for request in metadata.requests:
-                self.rows[request.key] = self._gather(request)
-                self._unreported.add(request.request_id)
+        if self.copies is None:
+            return None, None
+        self.copies.advance()
+        self._landed |= self.copies.landed()
         self._seen_finished |= finished_req_ids
-        done = self._unreported & self._seen_finished
-        self._unreported -= done
+        done = self._landed & self._seen_finished
+        self._landed -= done
         self._seen_finished -= done
         return done or None, None
 
@@ -164,29 +150,13 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """One worker reports a request: the one that writes."""
         return 1
 
-    def _gather(self, request: FinishedRequest) -> Rows:
-        states = self._states
-        assert states is not None
-        rows = min(len(request.token_ids), request.computed, len(request.block_ids) * self._block_size)
-        blocks = torch.tensor(request.block_ids, dtype=torch.int64)
-        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:rows].to(states.device)
-        states_TCH = extract_from_kv_cache(states, slots, rows)
-        columns = len(self.feature_columns) + (self.verifier_column not in self.feature_columns)
-        if states_TCH.ndim != 3 or states_TCH.shape[:2] != (rows, columns):
-            raise ValueError(f"states of shape {tuple(states_TCH.shape)} came out of the KV cache; expected ({rows}, {columns}, H)")
-        if not states_TCH.is_cuda:
-            return Rows(request.token_ids, states_TCH.contiguous(), None)
-        host = torch.empty(states_TCH.shape, dtype=states_TCH.dtype, pin_memory=True)
-        host.copy_(states_TCH, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Rows(request.token_ids, host, copied)
-
     def shutdown(self) -> None:
         """The engine closes: publish what was committed. What cannot be published now is extracted again by the next run."""
         if self.intake is not None:
             with suppress(Exception):
                 self.intake.close(publish=True)
+        if self.copies is not None:
+            self.copies.close()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -214,7 +184,8 @@ class WorkerExtension:
     def dflash_commit(self, documents: Sequence[Sequence[Any]]) -> dict[str, Any] | None:
         """Store finished documents, each (key hex, input_ids int32 bytes, loss_mask bytes, source, row, top1, next token).
 
-        Answers {"results": [[STORED | REJECTED | WAITING, reason, last verifier row as bytes]], "counts", "error"}.
+        Answers {"results": [[STORED | REJECTED | WAITING, reason, last verifier row as bytes]], "held_back", "counts", "error"}.
+        held_back: rows wait for the writer, so that waiting for them is no sign of a broken engine.
         """
         connector = _connector()
         if connector is None or connector.intake is None:
@@ -222,11 +193,14 @@ class WorkerExtension:
         results: list[list[Any]] = []
         error = None
         try:
+            if connector.copies is not None:
+                connector.copies.advance()  # the engine may have no further step to make
             for document in documents:
                 results.append(_commit(connector, connector.intake, *document))
         except Exception as problem:
             error = describe(problem)
-        return {"results": results, "counts": connector.intake.counts(), "error": error}
+        held_back = connector.copies is not None and connector.copies.held_back
+        return {"results": results, "held_back": held_back, "counts": connector.intake.counts(), "error": error}
 
     def dflash_close(self, publish: bool) -> dict[str, Any] | None:
         """Wait for the writer and publish, or drop, the pending part. Answers {"counts", "error"}."""
@@ -251,15 +225,11 @@ def _connector() -> CacheConnector | None:
 def _commit(
     connector: CacheConnector, intake: Intake, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int
 ) -> list[Any]:
-    rows = connector.rows.pop(key, None)
+    assert connector.copies is not None
+    rows = connector.copies.take(key)
     if rows is None:
         return [WAITING, "", b""]
-    if rows.copied is not None:
-        rows.copied.synchronize()
-    input_ids = np.frombuffer(ids, np.int32)
-    if len(rows.token_ids) == len(input_ids) and not np.array_equal(input_ids, rows.token_ids):
-        return [REJECTED, "the engine computed other tokens than it was given", b""]
-    bits_TCH = rows.states_TCH.view(torch.int16).numpy().view(np.uint16)
+    input_ids, bits_TCH = np.frombuffer(ids, np.int32), rows.bits_TCH
     sample = Sample(
         key=bytes.fromhex(key),
         source=source,
@@ -271,10 +241,15 @@ def _commit(
         engine_top1=top1,
         next_token=following,
     )
-    reason = intake.offer(sample)
+    reason = check_count(sample) or rows.bad
+    if len(rows.token_ids) == len(input_ids) and not np.array_equal(input_ids, rows.token_ids):
+        reason = "the engine computed other tokens than it was given"
     if reason is not None:
+        rows.release()
         return [REJECTED, reason, b""]
-    return [STORED, "", bits_TCH[-1, connector.verifier_column].tobytes()]
+    last = bits_TCH[-1, connector.verifier_column].tobytes()
+    intake.offer_checked(sample, rows.release)
+    return [STORED, "", last]
 
 
 def _columns(bits_TCH: np.ndarray, columns: list[int]) -> np.ndarray:

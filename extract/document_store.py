@@ -1,6 +1,6 @@
 """DocumentStore: tokenized documents on disk until their turn comes, so that a dataset of any size fits into memory.
 
-Ids and masks lie in a temporary file without a name; in memory stay some fifty bytes a document.
+Ids, masks and scripts lie in a temporary file without a name; in memory stay some eighty bytes a document, and 16 for each of its samples.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from ..common.errors import guard_writing
 from .engine import Document
+from .script import Script, most_rows
 
 KEY_BYTES = 16
 BUFFER_BYTES = 1 << 20
@@ -29,8 +30,9 @@ class DocumentStore:
         self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder, buffering=BUFFER_BYTES)  # noqa: SIM115  # lives as long as the store
         self._flushed = True
-        self._keys = bytearray()
+        self._keys, self._first_keys = bytearray(), array("q", [0])
         self._starts, self._lengths = array("q"), array("q")
+        self._script_bytes, self._given, self._turns = array("q"), array("q"), array("i")
         self._sources, self._rows = array("l"), array("q")
         self._names: list[str] = []
         self._number_of: dict[str, int] = {}
@@ -46,9 +48,15 @@ class DocumentStore:
             self._starts.append(self._file.tell())
             self._file.write(np.ascontiguousarray(document.input_ids, np.int32).tobytes())
             self._file.write(np.ascontiguousarray(document.loss_mask, np.uint8).tobytes())
+            script = b"" if document.script is None else document.script.to_json()
+            self._file.write(script)
         self._flushed = False
-        self._keys += document.key
+        self._keys += b"".join(document.keys)
+        self._first_keys.append(len(self._keys) // KEY_BYTES)
         self._lengths.append(len(document))
+        self._script_bytes.append(len(script))
+        self._given.append(len(document) if document.script is None else document.script.given_tokens)
+        self._turns.append(1 if document.script is None else len(document.script.rounds))
         if document.source not in self._number_of:
             self._number_of[document.source] = len(self._names)
             self._names.append(document.source)
@@ -63,29 +71,39 @@ class DocumentStore:
             with guard_writing(self._folder or Path(tempfile.gettempdir())):
                 self._file.flush()
             self._flushed = True
-        length = self._lengths[number]
-        data = os.pread(self._file.fileno(), 5 * length, self._starts[number])
-        assert len(data) == 5 * length, "the temporary file is shorter than what was written"
+        length, size = self._lengths[number], 5 * self._lengths[number] + self._script_bytes[number]
+        data = os.pread(self._file.fileno(), size, self._starts[number])
+        assert len(data) == size, "the temporary file is shorter than what was written"
         return Document(
             key=self.key(number),
             source=self._names[self._sources[number]],
             source_row=self._rows[number],
             input_ids=np.frombuffer(data, np.int32, length),
             loss_mask=np.frombuffer(data, np.uint8, length, 4 * length),
+            script=Script.from_json(data[5 * length :]) if self._script_bytes[number] else None,
         )
 
     def key(self, number: int) -> bytes:
-        """The document's 16-byte key."""
-        return bytes(self._keys[KEY_BYTES * number : KEY_BYTES * (number + 1)])
+        """The document's 16-byte key, the first of `keys`."""
+        return self.keys(number)[0]
 
-    def length(self, number: int) -> int:
-        """The document's tokens."""
-        return self._lengths[number]
+    def keys(self, number: int) -> list[bytes]:
+        """Of the document's samples."""
+        places = range(self._first_keys[number], self._first_keys[number + 1])
+        return [bytes(self._keys[KEY_BYTES * place : KEY_BYTES * (place + 1)]) for place in places]
+
+    def rows(self, number: int, answer: int, longest: int) -> int:
+        """Rows that the document's samples take at most; answer: tokens that the target may write each time, 0 for none."""
+        if not answer:
+            return min(self._lengths[number], longest)
+        samples = self._first_keys[number + 1] - self._first_keys[number]
+        return most_rows(self._given[number], self._turns[number], samples, answer, longest)
 
     def place(self, number: int) -> tuple[str, int]:
         """The document's source and row."""
         return self._names[self._sources[number]], self._rows[number]
 
-    def take(self, numbers: Iterable[int]) -> Iterator[Document]:
-        """The documents of these numbers, each read when it is asked for."""
-        return (self[number] for number in numbers)
+    def take(self, numbers: Iterable[int], known: Container[bytes] = frozenset()) -> Iterator[Document]:
+        """The documents of these numbers, without samples of `known` keys, each read when it is asked for."""
+        for number in numbers:
+            yield self[number].wanting([key for key in self.keys(number) if key not in known])

@@ -6,8 +6,8 @@ back is an Outcome per document: stored or rejected, and the last row's verifier
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,15 +15,16 @@ import numpy as np
 
 from ..common.spec import CacheSpec
 from .config import ExtractConfig
+from .script import Script
 from .target import Target
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One conversation, tokenized. With generation it is only the prompt. T tokens."""
+    """One conversation, tokenized. With generation it is only the first prompt. T tokens."""
 
     key: bytes
-    """16 bytes: content hash of what is fed to the target."""
+    """16 bytes: content hash of what is fed to the target. The first of `keys`."""
     source: str
     """The dataset, as the user named it."""
     source_row: int
@@ -31,17 +32,45 @@ class Document:
     input_ids: np.ndarray
     """int32 [T]."""
     loss_mask: np.ndarray
-    """uint8 [T]; all 0 for a prompt."""
+    """uint8 [T]; for a prompt all 0, or all 1 where every token is learned from."""
+    script: Script | None = None
+    """All turns, where the target writes the answers of several; None otherwise."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of the samples that it gives: one, unless several of its turns end samples of their own. Each has an Outcome."""
+        return (self.key,) if self.script is None else self.script.stored
+
+    def wanting(self, keys: Collection[bytes]) -> Document:
+        """The same for the samples of these keys alone."""
+        if self.script is None or len(keys) == len(self.keys):
+            return self
+        script = self.script.wanting(keys)
+        return replace(self, key=script.stored[0], script=script)
+
+
+def merged(documents: Iterable[Document]) -> list[Document]:
+    """`documents`, those together that are of one conversation."""
+    found: dict[object, Document] = {}
+    for document in documents:
+        script = document.script
+        place: object = document.key if script is None else (document.source, document.source_row, script.keys)
+        if script is not None and (earlier := found.get(place)) is not None:
+            both = script.wanting({*earlier.keys, *document.keys})
+            document = replace(document, key=both.stored[0], script=both)
+        found[place] = document
+    return list(found.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of one document."""
+    """What became of one sample of a document."""
 
     document: Document
+    """With the sample's key."""
     tokens: int = 0
     """Rows stored."""
     supervised_tokens: int = 0
@@ -52,6 +81,10 @@ class Outcome:
     """uint16 [H]: bfloat16 pattern of the last row's verifier state. None when rejected."""
     reject: str | None = None
     """Why it was not stored."""
+    generated_tokens: int = 0
+    """Tokens that the target wrote for it, those of earlier turns that end no sample included."""
+    notes: tuple[str, ...] = ()
+    """What happened to it that is no reason to reject it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +118,9 @@ class Engine(Protocol):
     """Runs the target over documents. Use: start (the constructor), `run` once, then `close`."""
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
-        """Compute and store `documents`; yields Outcomes as they come, in any order, each document exactly once.
+        """Compute and store `documents`; yields Outcomes as they come, in any order, each of a document's `keys` exactly once.
+
+        An empty list is a sign of life: a turn was answered that ends no sample.
 
         Raises RunFailed when the engine dies or stalls, DiskFull when the cache finds no space.
         """

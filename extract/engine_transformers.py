@@ -19,6 +19,7 @@ from .engine import Document, EngineJob, Outcome, WriterCounts
 from .intake import Intake
 from .length_batches import length_batches
 from .target_model import config_value, find_blocks, load_config, model_class
+from .turns import Turn, Turns
 
 
 def transformers_version() -> str:
@@ -43,15 +44,19 @@ class TransformersEngine:
         _, _, self._blocks = find_blocks(self._model, job.target.spec.num_layers, place)
         self._max_len = config_value(config.get_text_config(decoder=True), "max_position_embeddings") or job.config.max_length
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._turns = Turns(job)
         self._intake = Intake(job.cache, job.writer_id)
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
         """See `engine.Engine`."""
         for batch in length_batches(documents, self.job.config.batch_size, self.job.config.seed):
-            fitting = [document for document in batch if len(document) <= self._max_len]
-            refused = [document for document in batch if len(document) > self._max_len]
-            outcomes = [Outcome(document, reject=f"it has {len(document)} tokens; this model takes {self._max_len}") for document in refused]
-            yield outcomes + (self._batch(fitting) if fitting else [])
+            if self.job.config.generate:
+                yield from map(self._conversation, batch)
+                continue
+            turns = [Turns.first(document) for document in batch]
+            fitting = [turn for turn in turns if len(turn.document) <= self._max_len]
+            outcomes = [outcome for turn in turns if turn not in fitting for outcome in self._turns.refuse(turn, self._too_long(turn))]
+            yield outcomes + self._store_all(fitting, [None] * len(fitting))
 
     def counts(self) -> WriterCounts:
         """See `engine.Engine`."""
@@ -62,24 +67,50 @@ class TransformersEngine:
         self._intake.close(publish=publish)
         return self.counts()
 
-    def _batch(self, documents: list[Document]) -> list[Outcome]:
-        answers = [self._generate(document) if self.job.config.generate else None for document in documents]
-        fed = [
-            document.input_ids if answer is None else np.concatenate([document.input_ids, answer[:-1]]).astype(np.int32)
-            for document, answer in zip(documents, answers, strict=True)
-        ]
-        return [self._store(*row) for row in zip(documents, answers, fed, *self._forward_fitting(fed), strict=True)]
+    def _conversation(self, document: Document) -> list[Outcome]:
+        """Ask all turns of one document, one after the other, and store what they end."""
+        turn, outcomes = Turns.first(document), list[Outcome]()
+        stored: list[Turn] = []
+        answers: list[np.ndarray | None] = []
+        while len(turn.document) <= self._max_len:
+            answer = self._generate(turn.document)
+            if turn.stored:
+                stored.append(turn)
+                answers.append(answer)
+            following = self._turns.following(turn, answer)
+            if not isinstance(following, Turn):
+                outcomes = following
+                break
+            turn = following
+        else:
+            outcomes = self._turns.refuse(turn, self._too_long(turn))
+        size = self.job.config.batch_size
+        for place in range(0, len(stored), size):
+            outcomes = outcomes + self._store_all(stored[place : place + size], answers[place : place + size])
+        return outcomes
 
-    def _store(self, document: Document, answer: np.ndarray | None, input_ids: np.ndarray, bits_TCH: np.ndarray, top1: int) -> Outcome:
-        mask = document.loss_mask
-        if answer is not None:
-            mask = np.zeros(len(input_ids), np.uint8)
-            mask[len(document) :] = 1
-        following = NO_TOKEN if answer is None else int(answer[-1])
+    def _too_long(self, turn: Turn) -> str:
+        return f"it has {len(turn.document)} tokens; this model takes {self._max_len}"
+
+    def _store_all(self, turns: list[Turn], answers: list[np.ndarray | None]) -> list[Outcome]:
+        """Compute these together and store them. answers: int32 [N] each, None for a document of the data."""
+        if not turns:
+            return []
+        documents = [turn.document for turn in turns]
+        rows = [
+            (document.input_ids, document.loss_mask, NO_TOKEN) if answer is None else turn.rows(answer)
+            for turn, document, answer in zip(turns, documents, answers, strict=True)
+        ]
+        written = [0 if answer is None else len(answer) for answer in answers]
+        computed = self._forward_fitting([input_ids for input_ids, _, _ in rows])
+        return [self._store(*each) for each in zip(turns, written, rows, *computed, strict=True)]
+
+    def _store(self, turn: Turn, written: int, rows: tuple[np.ndarray, np.ndarray, int], bits_TCH: np.ndarray, top1: int) -> Outcome:
+        input_ids, mask, following = rows
         sample = Sample(
-            key=document.key,
-            source=document.source,
-            source_row=document.source_row,
+            key=turn.document.key,
+            source=turn.document.source,
+            source_row=turn.document.source_row,
             input_ids=input_ids,
             loss_mask=mask,
             hidden_states=bits_TCH[:, :-1],
@@ -89,8 +120,8 @@ class TransformersEngine:
         )
         reason = self._intake.offer(sample)
         if reason is not None:
-            return Outcome(document, reject=reason)
-        return Outcome(document, len(input_ids), int(mask.sum()) + (following != NO_TOKEN), top1, bits_TCH[-1, -1].copy())
+            return turn.rejected(reason, written)
+        return turn.outcome(len(input_ids), int(mask.sum()), following, top1, bits_TCH[-1, -1].copy(), written)
 
     def _forward_fitting(self, fed: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
         """`_forward`, in halves when the GPU's memory does not hold the whole."""
@@ -146,7 +177,11 @@ class TransformersEngine:
 
         config = self.job.config
         torch.manual_seed(int.from_bytes(document.key[:4], "little") ^ config.seed)
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature else {"do_sample": False}
+        sampling = (
+            {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+            if config.temperature
+            else {"do_sample": False}
+        )
         stops = list(self.job.stop_token_ids)
         longest = min(config.max_new_tokens, config.max_length - len(document), max(self._max_len - len(document), 1))
         settings = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=(stops or [0])[0], **sampling)

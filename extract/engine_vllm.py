@@ -20,7 +20,8 @@ from ..common.sample import NO_TOKEN
 from .engine import Document, EngineJob, Outcome, WriterCounts
 from .remote_errors import rebuild
 from .stall import name_documents
-from .vllm_setup import EngineLog, check_engine_args, extraction_arguments, quiet_environment, vllm_version
+from .turns import Turn, Turns
+from .vllm_setup import EngineLog, StartLimit, check_engine_args, extraction_arguments, quiet_environment, vllm_version
 
 LIVENESS_SECONDS = 0.5
 """How often to look whether the engine still lives while waiting for its answer."""
@@ -30,22 +31,23 @@ GATHER_SECONDS = 120.0
 
 @dataclass
 class _Finished:
-    """A document whose request has finished, to be committed."""
+    """A turn whose sample is to be committed."""
 
-    document: Document
+    turn: Turn
     input_ids: np.ndarray
     loss_mask: np.ndarray
     engine_top1: int
     next_token: int
+    answer_tokens: int = 0
 
     def wire(self) -> list[Any]:
-        document = self.document
+        document = self.turn.document
         ids, mask = self.input_ids.astype(np.int32).tobytes(), self.loss_mask.astype(np.uint8).tobytes()
         return [document.key.hex(), ids, mask, document.source, document.source_row, self.engine_top1, self.next_token]
 
     def outcome(self, verifier_row: bytes) -> Outcome:
-        supervised = int(self.loss_mask.sum()) + (self.next_token != NO_TOKEN)
-        return Outcome(self.document, len(self.input_ids), supervised, self.engine_top1, np.frombuffer(verifier_row, np.uint16))
+        counts = len(self.input_ids), int(self.loss_mask.sum()), self.next_token, self.engine_top1
+        return self.turn.outcome(*counts, np.frombuffer(verifier_row, np.uint16), self.answer_tokens)
 
 
 class VllmEngine:
@@ -56,7 +58,11 @@ class VllmEngine:
         vllm_version()
         check_engine_args(job.config.engine_args)
         self.job = job
+        self._turns = Turns(job)
+        self._requests = 0
         self._counts = WriterCounts()
+        self._held_back = False
+        """Do rows wait for the writer, rather than for the engine?"""
         self._closed = False
         self._log = EngineLog()
         with quiet_environment():
@@ -73,19 +79,21 @@ class VllmEngine:
             engine_args = EngineArgs(**arguments)
         except TypeError as error:
             raise InputError(f"vLLM does not take this: {error}", place="--engine-arg", fix="see `vllm serve --help` for its arguments") from None
+        limit = StartLimit()
         try:
-            with self._log.capture():
+            with self._log.capture(), limit:
                 return LLMEngine.from_engine_args(engine_args)
         except Exception as error:
-            raise self._failed("vLLM could not start", error) from error
+            what = f"vLLM did not start within {limit.seconds:.0f} s and was ended" if limit.passed else "vLLM could not start"
+            raise self._failed(what, error) from error
 
     def run(self, documents: Iterable[Document]) -> Iterator[list[Outcome]]:
         """See `engine.Engine`."""
         upcoming = iter(documents)
-        running: dict[str, Document] = {}
+        running: dict[str, Turn] = {}
         waiting: list[_Finished] = []
         waiting_since = time.monotonic()
-        number, exhausted = 0, False
+        exhausted = False
         while True:
             refused: list[Outcome] = []
             while not exhausted and len(running) < self._in_flight_limit:
@@ -93,20 +101,18 @@ class VllmEngine:
                 if document is None:
                     exhausted = True
                     break
-                reason = self._submit(str(number), document)
-                if reason is None:
-                    running[str(number)] = document
-                else:
-                    refused.append(Outcome(document, reject=reason))
-                number += 1
+                refused += self._submit(self._turns.first(document), running)
             if refused:
                 yield refused
             if not running and not waiting:
                 if exhausted:
                     return
                 continue
-            finished = self._step(running)
-            if finished or not waiting:
+            answered = self._step(running)
+            finished = [self._finish(turn, output) for turn, output in answered if turn.stored]
+            if self.job.config.generate and answered:
+                yield [outcome for turn, output in answered for outcome in self._go_on(turn, output, running)]
+            if finished or not waiting or self._held_back:
                 waiting_since = time.monotonic()
             waiting, outcomes = self._commit([*waiting, *finished])
             if outcomes:
@@ -117,17 +123,32 @@ class VllmEngine:
                     raise RunFailed(
                         f"vLLM finished {len(waiting)} documents but did not give their rows within {GATHER_SECONDS:.0f} s",
                         place="vLLM",
-                        found=f"the oldest: {name_documents(item.document for item in waiting)}",
+                        found=f"the oldest: {name_documents(item.turn.document for item in waiting)}",
                     )
                 time.sleep(0.002)  # the engine gathers them in its next step, which it makes by itself
 
-    def _submit(self, request_id: str, document: Document) -> str | None:
-        """Queue one document; the reason when vLLM refuses it."""
+    def _submit(self, turn: Turn, running: dict[str, Turn]) -> list[Outcome]:
+        """Queue one turn; the outcomes when vLLM refuses it."""
+        self._requests += 1
+        reason = self._request(str(self._requests), turn)
+        if reason is not None:
+            return self._turns.refuse(turn, reason)
+        running[str(self._requests)] = turn
+        return []
+
+    def _go_on(self, turn: Turn, output: Any, running: dict[str, Turn]) -> list[Outcome]:
+        """Queue the next turn of an answered one's conversation at once, so that the batch stays full; the outcomes when there is none."""
+        following = self._turns.following(turn, np.asarray(output.outputs[0].token_ids, np.int32))
+        return self._submit(following, running) if isinstance(following, Turn) else following
+
+    def _request(self, request_id: str, turn: Turn) -> str | None:
+        """Queue one request; the reason when vLLM refuses it. One without a key is not captured."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         from .connector import KEY_PARAM
 
+        document = turn.document
         config, length = self.job.config, len(document)
         room = self._max_len - length
         if room < 1:
@@ -138,6 +159,8 @@ class VllmEngine:
             parameters = {
                 "max_tokens": answer,
                 "temperature": config.temperature,
+                "top_p": config.top_p,
+                "top_k": config.top_k,
                 "seed": int.from_bytes(document.key[:4], "little") ^ config.seed if config.temperature else None,
                 "stop_token_ids": list(self.job.stop_token_ids),
             }
@@ -146,7 +169,7 @@ class VllmEngine:
             logprobs=1,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": {KEY_PARAM: document.key.hex()}},
+            extra_args={"kv_transfer_params": {KEY_PARAM: document.key.hex()}} if turn.stored else None,
         )
         try:
             self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": document.input_ids.tolist()}, sampling)
@@ -156,8 +179,8 @@ class VllmEngine:
             raise self._failed("vLLM died", error) from error
         return None
 
-    def _step(self, running: dict[str, Document]) -> list[_Finished]:
-        """Let the engine work until it has something to say; the documents that finished."""
+    def _step(self, running: dict[str, Turn]) -> list[tuple[Turn, Any]]:
+        """Let the engine work until it has something to say; the turns that finished, with vLLM's output."""
         if not running:
             if not _in_own_process(self._engine):
                 self._engine.step()
@@ -166,18 +189,15 @@ class VllmEngine:
             outputs = self._engine.step()
         except Exception as error:
             raise self._failed("vLLM died", error) from error
-        return [self._finish(running.pop(output.request_id), output) for output in outputs if output.finished]
+        return [(running.pop(output.request_id), output) for output in outputs if output.finished]
 
-    def _finish(self, document: Document, output: Any) -> _Finished:
+    def _finish(self, turn: Turn, output: Any) -> _Finished:
         completion = output.outputs[0]
-        generated = list(completion.token_ids)
         top1 = _top_token(completion.logprobs[-1])
         if not self.job.config.generate:
-            return _Finished(document, document.input_ids, document.loss_mask, top1, NO_TOKEN)
-        rows = np.concatenate([document.input_ids, np.asarray(generated[:-1], np.int32)])
-        mask = np.zeros(len(rows), np.uint8)
-        mask[len(document) :] = 1
-        return _Finished(document, rows, mask, top1, int(generated[-1]))
+            return _Finished(turn, turn.document.input_ids, turn.document.loss_mask, top1, NO_TOKEN)
+        rows, mask, following = turn.rows(np.asarray(completion.token_ids, np.int32))
+        return _Finished(turn, rows, mask, top1, following, len(completion.token_ids))
 
     def _commit(self, finished: list[_Finished]) -> tuple[list[_Finished], list[Outcome]]:
         """(still waiting for their rows, outcomes)."""
@@ -186,6 +206,7 @@ class VllmEngine:
         from .connector import STORED, WAITING
 
         answer = self._ask("dflash_commit", [item.wire() for item in finished])
+        self._held_back = bool(answer["held_back"])
         waiting, outcomes = [], []
         for item, (status, reason, verifier_row) in zip(finished, answer["results"], strict=True):
             if status == WAITING:
@@ -193,7 +214,7 @@ class VllmEngine:
             elif status == STORED:
                 outcomes.append(item.outcome(verifier_row))
             else:
-                outcomes.append(Outcome(item.document, reject=reason))
+                outcomes.append(item.turn.rejected(reason, item.answer_tokens))
         return waiting, outcomes
 
     def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:

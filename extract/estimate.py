@@ -20,6 +20,7 @@ from .engine import Document
 from .plan import Plan, make_plan
 from .prepare import documents_of, make_converter
 from .rejects import Reject, count_reasons
+from .script import most_rows
 from .sources import Source
 
 SAMPLED_ROWS = 2000
@@ -153,11 +154,16 @@ def _choose(source: Source, seed: int) -> tuple[int, list[Row]]:
 
 
 def _lengths(document: Document, config: ExtractConfig) -> tuple[int, int]:
-    """(rows to store, supervised tokens); of an answer to be written the most that it may have, whose last token has no row."""
+    """(rows to store, supervised tokens); of answers to be written the most that they may have, whose last token has no row."""
     if not config.generate:
         return len(document), int(document.loss_mask.sum())
-    answer = min(config.max_new_tokens, config.max_length - len(document))
-    return len(document) + answer - 1, answer
+    script, samples = document.script, len(document.keys)
+    given, turns = (len(document), 1) if script is None else (script.given_tokens, len(script.rounds))
+    rows = most_rows(given, turns, samples, config.max_new_tokens, config.max_length)
+    if config.supervise == "all":
+        return rows, rows + samples
+    learned = samples if config.supervise == "last" else max(turns, samples)
+    return rows, min(learned * config.max_new_tokens, rows + samples * (1 - len(document)))
 
 
 def _add(sums: _Sums, count: int, lengths: list[tuple[int, int]], documents: int, rejects: list[Reject]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from .writer import CacheWriter, take_seat
 
 QUEUE_BYTES = 1 << 30
 """States that may wait for the writer; one larger sample is let through alone."""
+Release = Callable[[], None]
+"""Told when the arrays of a sample are not needed any more."""
 
 
 class Intake:
@@ -28,9 +31,9 @@ class Intake:
     def __init__(self, cache: Path, writer_id: int = 0) -> None:
         self.spec = spec.load(cache)
         self._seat = take_seat(cache, writer_id)
-        self._writer = CacheWriter(cache, self.spec, writer_id)
+        self._writer = CacheWriter(cache, self.spec, writer_id, overlapped=True)
         self._changed = threading.Condition()
-        self._queue: deque[Sample] = deque()
+        self._queue: deque[tuple[Sample, Release | None]] = deque()
         self._queued_bytes = self._queued_tokens = 0
         self._closing = False
         self._publish = True
@@ -44,17 +47,24 @@ class Intake:
         Raises what the writer raised, once it has failed.
         """
         reason = check_rows(sample)
-        if reason is not None:
-            return reason
-        size = sample.hidden_states.nbytes + sample.verifier_last_hidden_states.nbytes
+        if reason is None:
+            self._put(sample, None)
+        return reason
+
+    def offer_checked(self, sample: Sample, release: Release) -> None:
+        """Queue a sample that `check_rows` has passed and whose memory is bounded elsewhere: `release` gives it back. Never waits."""
+        self._put(sample, release)
+
+    def _put(self, sample: Sample, release: Release | None) -> None:
+        size = _size(sample)
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._queue or self._queued_bytes + size <= QUEUE_BYTES)
+            if release is None:
+                self._changed.wait_for(lambda: self._error is not None or not self._queue or self._queued_bytes + size <= QUEUE_BYTES)
             self._raise_error()
-            self._queue.append(sample)
+            self._queue.append((sample, release))
             self._queued_bytes += size
             self._queued_tokens += len(sample)
             self._changed.notify_all()
-        return None
 
     def counts(self) -> dict[str, int]:
         """The fields of WriterCounts."""
@@ -96,13 +106,15 @@ class Intake:
                     self._changed.wait_for(lambda: self._queue or self._closing)
                     if self._closing and (not self._queue or not self._publish):
                         break
-                    sample = self._queue[0]
+                    sample, release = self._queue[0]
                 self._writer.add(sample)
                 with self._changed:
                     self._queue.popleft()
-                    self._queued_bytes -= sample.hidden_states.nbytes + sample.verifier_last_hidden_states.nbytes
+                    self._queued_bytes -= _size(sample)
                     self._queued_tokens -= len(sample)
                     self._changed.notify_all()
+                if release is not None:
+                    release()
             if self._publish:
                 self._writer.close()
             else:
@@ -114,12 +126,24 @@ class Intake:
             self._writer.abandon()
 
 
+def _size(sample: Sample) -> int:
+    return sample.hidden_states.nbytes + sample.verifier_last_hidden_states.nbytes
+
+
 def check_rows(sample: Sample) -> str | None:
     """Why a sample cannot be stored: its rows are not as many as its tokens, or a state is not finite. Else None."""
+    return check_count(sample) or check_finite(sample.hidden_states, sample.verifier_last_hidden_states)
+
+
+def check_count(sample: Sample) -> str | None:
+    """Why a sample cannot be stored: its rows are not as many as its tokens. Else None."""
     rows = (len(sample.hidden_states), len(sample.verifier_last_hidden_states))
-    if rows != (len(sample), len(sample)):
-        return f"the engine gave {rows[0]} rows for {len(sample)} tokens"
-    if not (planes.is_finite(sample.hidden_states).all() and planes.is_finite(sample.verifier_last_hidden_states).all()):
-        bad = np.flatnonzero(~planes.is_finite(sample.hidden_states).all((1, 2)) | ~planes.is_finite(sample.verifier_last_hidden_states).all(1))
-        return f"states are infinite or NaN, first at token {bad[0]}"
-    return None
+    return f"the engine gave {rows[0]} rows for {len(sample)} tokens" if rows != (len(sample), len(sample)) else None
+
+
+def check_finite(*states: np.ndarray) -> str | None:
+    """Why rows cannot be stored: a state is infinite or NaN. Else None. states: bfloat16 patterns, uint16 [T, ...]."""
+    if all(planes.all_finite(array) for array in states):
+        return None
+    bad = min(int(np.flatnonzero(~planes.is_finite(array).reshape(len(array), -1).all(1))[0]) for array in states if not planes.all_finite(array))
+    return f"states are infinite or NaN, first at token {bad}"

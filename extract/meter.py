@@ -47,19 +47,24 @@ class Meter:
             "tokens": account.tokens,
             "rejects": len(account.rejects),
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self._rate(), 1),
+            "tokens_per_second": round(self._rate(account.tokens), 1),
+            "generated_tokens": account.generated_tokens,
+            "generated_per_second": round(self._rate(account.generated_tokens), 1),
             "ratio_to_raw": self._ratio(counts),
             "published": asdict(counts),
         }
 
     def note(self, counts: WriterCounts) -> str:
-        """`5,120 tokens/s, 12.30 GB written, 0.690 of raw, 3 rejected`."""
+        """`5,120 tokens/s, 1,730 generated/s, 12.30 GB written, 0.690 of raw, 3 rejected`; generated only when the target writes."""
         ratio = self._ratio(counts)
         of_raw = f", {ratio:.3f} of raw" if ratio is not None else ""
-        return f"{self._rate():,.0f} tokens/s, {counts.stored_bytes / 1e9:,.2f} GB written{of_raw}, {len(self._account.rejects):,} rejected"
+        account = self._account
+        generated = f", {self._rate(account.generated_tokens):,.0f} generated/s" if account.generated_tokens else ""
+        written = f"{counts.stored_bytes / 1e9:,.2f} GB written{of_raw}"
+        return f"{self._rate(account.tokens):,.0f} tokens/s{generated}, {written}, {len(account.rejects):,} rejected"
 
-    def _rate(self) -> float:
-        return self._account.tokens / self.seconds if self.seconds else 0.0
+    def _rate(self, tokens: int) -> float:
+        return tokens / self.seconds if self.seconds else 0.0
 
     def _ratio(self, counts: WriterCounts) -> float | None:
         return round(counts.stored_bytes / (counts.tokens * self._raw), 4) if counts.tokens else None

@@ -1,20 +1,16 @@
 """PartBuilder: one part under construction, from its first row to its manifest.
 
-Owns one chunk of rows in memory and one open shard file per layer and plane. The layers of a full chunk are encoded side by
-side, each into its own two files, so that the bytes do not depend on the number of threads. Publishes nothing.
+Owns one open shard file per layer and plane, and the ChunkEncoder that fills them. Publishes nothing.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 import zarr
-from numcodecs import zstd
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from ..common import atomic, layout, manifest, planes
@@ -22,34 +18,26 @@ from ..common.fingerprint import digest_file
 from ..common.sample import Sample
 from ..common.shard import ShardWriter
 from ..common.spec import CacheSpec
-
-ZSTD_LEVEL = 1
-MAX_THREADS = 4
-
-
-def default_threads() -> int:
-    """Threads that encode one chunk: the cores that this process may use, at most 4."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+from .encoder import ZSTD_LEVEL, ChunkEncoder
 
 
 class PartBuilder:
     """One part under construction. Not thread-safe. Raises OSError as the file system does; then it is to be abandoned."""
 
-    def __init__(self, folder: Path, existing: CacheSpec, threads: int) -> None:
-        """Make `folder` and open its shards. threads: that encode a chunk's layers."""
+    def __init__(self, folder: Path, existing: CacheSpec, threads: int, ahead: int = 0) -> None:
+        """Make `folder` and open its shards. threads, ahead: see ChunkEncoder."""
         self.folder, self.spec = folder, existing
         self.tokens = 0
         self._started = time.monotonic()
         self._samples: list[Sample] = []  # without their states
-        layers, width, chunk = len(existing.layer_ids), existing.hidden_size, existing.limits.chunk_tokens
-        self._rows = np.zeros((layers + 1, chunk, width), np.uint16)
         self._filled = 0
         folder.mkdir(parents=True)
         self._writers: dict[str, ShardWriter] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cache-encode") if threads > 1 else None
+        self._encoder: ChunkEncoder | None = None
         try:
-            for shard in layout.shards(layers):
+            for shard in layout.shards(len(existing.layer_ids)):
                 self._writers[layout.shard_path(*shard)] = ShardWriter(folder / layout.shard_path(*shard))
+            self._encoder = ChunkEncoder(existing, self._writers, threads, ahead)
         except BaseException:
             self.abandon()
             raise
@@ -61,13 +49,14 @@ class PartBuilder:
 
     def add(self, sample: Sample) -> None:
         """Append the rows of one sample."""
+        assert self._encoder is not None
         start, length = 0, len(sample)
         chunk = self.spec.limits.chunk_tokens
         while start < length:
             take = min(length - start, chunk - self._filled)
             rows = slice(self._filled, self._filled + take)
-            self._rows[:-1, rows] = sample.hidden_states[start : start + take].transpose(1, 0, 2)
-            self._rows[-1, rows] = sample.verifier_last_hidden_states[start : start + take]
+            self._encoder.rows[:-1, rows] = sample.hidden_states[start : start + take].transpose(1, 0, 2)
+            self._encoder.rows[-1, rows] = sample.verifier_last_hidden_states[start : start + take]
             self._filled += take
             start += take
             if self._filled == chunk:
@@ -89,31 +78,18 @@ class PartBuilder:
         )
 
     def _flush_chunk(self) -> None:
-        self._rows[:, self._filled :] = 0
-        layers = range(len(self._rows))
-        if self._pool is None:
-            for layer in layers:
-                self._encode(layer)
-        else:
-            done = [self._pool.submit(self._encode, layer) for layer in layers]
-            wait(done)  # all of them, so that no thread writes on after an error
-            for future in done:
-                future.result()
+        assert self._encoder is not None
+        self._encoder.rows[:, self._filled :] = 0
+        self._encoder.flush()
         self._filled = 0
-
-    def _encode(self, layer: int) -> None:
-        """Append the chunk of one layer (the last is the verifier's) to its two shards. One thread at a time per layer."""
-        verifier = layer == len(self.spec.layer_ids)
-        array, slot = (layout.VERIFIER, None) if verifier else (layout.HIDDEN_STATES, layer)
-        exponent, sign_mantissa = planes.encode(self._rows[layer], planes.LOSSLESS_BITS if verifier else self.spec.mantissa_bits)
-        self._writers[layout.shard_path(array, layout.EXPONENT, slot)].append(zstd.compress(exponent, ZSTD_LEVEL))
-        self._writers[layout.shard_path(array, layout.SIGN_MANTISSA, slot)].append(sign_mantissa)
 
     def finish(self) -> manifest.PartManifest:
         """Write the last chunk, the indices, the small arrays, the metadata, and last the manifest."""
         if self._filled:
             self._flush_chunk()
-        self._stop_threads()
+        assert self._encoder is not None
+        self._encoder.finish()
+        self._encoder = None
         records = {name: writer.close() for name, writer in self._writers.items()}
         files = {name: manifest.FileEntry(size=record.size, xxh3_128=record.xxh3_128) for name, record in records.items()}
         sources = tuple(dict.fromkeys(sample.source for sample in self._samples))
@@ -196,12 +172,9 @@ class PartBuilder:
 
     def abandon(self) -> None:
         """Delete what was written. Harmless in any state."""
-        self._stop_threads()
+        if self._encoder is not None:
+            self._encoder.close()
+            self._encoder = None
         for writer in self._writers.values():
             writer.abandon()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _stop_threads(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None

@@ -55,7 +55,7 @@ def make_plan(config: ExtractConfig) -> Plan:
         chat_template=config.chat_template,
         need_template=config.generate,
     )
-    generation = GenerationSpec(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed) if config.generate else None
+    generation = GenerationSpec(**{name: getattr(config, name) for name in GenerationSpec.model_fields}) if config.generate else None
     try:
         wanted = CacheSpec(
             settings=Settings(
@@ -75,7 +75,10 @@ def make_plan(config: ExtractConfig) -> Plan:
             ),
             limits=Limits(chunk_tokens=config.chunk_tokens, part_tokens=config.part_tokens, part_seconds=config.part_seconds),
             provenance=Provenance(
-                model=config.model, revision=target.revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"), dflash_version=_own_version()
+                model=config.model,
+                revision=target.revision,
+                created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                dflash_version=_own_version(),
             ),
         )
     except ValidationError as error:

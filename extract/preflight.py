@@ -15,6 +15,7 @@ from typing import Any
 
 from ..common.errors import DiskFull, InputError
 from ..common.spec import CacheSpec
+from .capture import gives_hidden_states, vllm_folder
 from .config import ExtractConfig
 from .devices import divide_devices, visible_devices
 from .document_store import DocumentStore
@@ -34,7 +35,7 @@ def preflight(plan: Plan) -> None:
     check_folder(config.cache)
     check_template_renders(plan)
     if config.engine == "vllm":
-        check_capture(plan.target, config.trust_remote_code)
+        check_capture(plan.target, config.trust_remote_code, config.engine_args.get("model_impl"))
     divide_devices(visible_devices(config.workers), config.workers, group_size(config))
     part = _stored_bytes(plan.spec, plan.spec.limits.part_tokens)
     free = free_bytes(config.cache)
@@ -44,8 +45,8 @@ def preflight(plan: Plan) -> None:
 
 def check_space(config: ExtractConfig, spec: CacheSpec, documents: DocumentStore, todo: Iterable[int]) -> None:
     """Compare the free space with what `todo` will take. Warns when it is less; raises DiskFull when not even one part fits."""
-    most = config.max_new_tokens - 1 if config.generate else 0
-    tokens = sum(min(documents.length(number) + most, config.max_length) for number in todo)
+    answer = config.max_new_tokens if config.generate else 0
+    tokens = sum(documents.rows(number, answer, config.max_length) for number in todo)
     needed, free = _stored_bytes(spec, tokens), free_bytes(config.cache)
     one = min(needed, config.workers * _stored_bytes(spec, spec.limits.part_tokens))
     at_most = "at most " if config.generate else "about "
@@ -88,12 +89,14 @@ def check_template_renders(plan: Plan) -> None:
         raise _template_error("the chat template gives no text for a question and an answer")
 
 
-def check_capture(target: Target, trust_remote_code: bool) -> None:
-    """Raise InputError for a target whose states vLLM cannot give: latent attention (MLA) shares its cache group with them.
+def check_capture(target: Target, trust_remote_code: bool, implementation: object = None) -> None:
+    """Raise InputError for a target whose states vLLM cannot give. vLLM says so itself, but after it has loaded the weights.
 
-    vLLM says so itself, but after it has loaded the weights. `extract_hidden_states` supports no MLA verifier (0.25 to 0.32).
+    Latent attention (MLA) shares its cache group with them, so `extract_hidden_states` supports no MLA verifier (0.25 to 0.32); other
+    classes lack the interface by which it captures. implementation: the engine argument `model_impl`.
     """
-    text = load_config(target.folder, trust_remote_code, f"--model {target.name}").get_text_config(decoder=True)
+    config = load_config(target.folder, trust_remote_code, f"--model {target.name}")
+    text = config.get_text_config(decoder=True)
     if uses_latent_attention(text) and os.environ.get("VLLM_MLA_DISABLE", "0") != "1":
         raise InputError(
             "uses latent attention (MLA), whose hidden states vLLM does not give",
@@ -102,6 +105,17 @@ def check_capture(target: Target, trust_remote_code: bool) -> None:
             expected="a target with ordinary or hybrid attention",
             fix="set VLLM_MLA_DISABLE=1, where the model has another attention in vLLM, or use --engine transformers, which is slow",
         )
+    vllm = vllm_folder()
+    if vllm is None or implementation == "transformers":
+        return
+    for architecture in (config.architectures or [])[:1]:
+        if gives_hidden_states(architecture, vllm) is False:
+            raise InputError(
+                "is of a class whose hidden states the installed vLLM does not give (it has no SupportsEagle3)",
+                place=f"--model {target.name}",
+                found=architecture,
+                fix="use --engine transformers, which is slow, or another version of vLLM",
+            )
 
 
 def uses_latent_attention(text: Any) -> bool:

@@ -7,8 +7,8 @@ that `--turns each` made more of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ from .dataset import Row, read_rows
 from .document_store import DocumentStore
 from .engine import Document
 from .rejects import Reject, RowRejected
+from .sample_key import sample_key
+from .script import Script, rounds_of, turn_keys
 from .shapes import ParsedRow, parse_row
 from .sources import Source
 from .target import Target
-from .tokens import ConversationTokenizer, RefusedTurn, Tokenized, eos_token_ids, sample_key, special_token_ids
+from .tokens import ConversationTokenizer, RefusedTurn, eos_token_ids, special_token_ids
 
 LATER_TURNS = "later turns of a prompt without answers are not asked"
+"""Noted where prompts are only served; an extraction asks them all."""
 
 
 class Passed:
@@ -95,17 +98,24 @@ def prepare(
         prepared.passed.add(row)
         items = 0
         for item in documents_of(row, config, converter, target.spec.vocab_size, prepared.shapes, prepared.notes):
-            items += 1
             if isinstance(item, Reject):
+                items += 1
                 prepared.rejects.append(item)
-            elif (earlier := first_with.setdefault(item.key, len(prepared.documents))) < len(prepared.documents):
-                source, number = prepared.documents.place(earlier)
-                of = f" of {source}" if source != row.source else ""
-                prepared.rejects.append(Reject(row.source, row.number, f"duplicate of row {number}{of}"))
-            else:
-                prepared.documents.add(item)
+                continue
+            items += len(item.keys)
+            new = [key for key in item.keys if first_with.setdefault(key, len(prepared.documents)) == len(prepared.documents)]
+            prepared.rejects += [_duplicate(row, prepared, first_with[key], item, key) for key in item.keys if key not in new]
+            if new:
+                prepared.documents.add(item.wanting(new))
         prepared.more_turns += items - 1
     return prepared
+
+
+def _duplicate(row: Row, prepared: Prepared, earlier: int, document: Document, key: bytes) -> Reject:
+    source, number = prepared.documents.place(earlier)
+    of = f" of {source}" if source != row.source else ""
+    turn = f" (turn {document.script.keys.index(key) + 1})" if document.script is not None and len(document.keys) > 1 else ""
+    return Reject(row.source, row.number, f"duplicate of row {number}{of}{turn}")
 
 
 def documents_of(
@@ -120,16 +130,18 @@ def documents_of(
     try:
         parsed = parse(row, config)
         shapes[row.source, parsed.shape] += 1
-        for item in _tokenize(parsed, converter, config.generate):
+        if config.generate:
+            yield _to_be_answered(row, parsed, config, converter, vocab_size)
+            return
+        for item in converter.documents(parsed.value):
             if isinstance(item, RefusedTurn):
                 yield Reject(row.source, row.number, f"{item.reason} (message {item.turn})")
                 continue
-            if int(item.input_ids.max()) >= vocab_size or int(item.input_ids.min()) < 0:
-                yield Reject(row.source, row.number, f"token {int(item.input_ids.max())} is not in the target's embedding of {vocab_size} rows")
+            if (reason := _outside(item.input_ids, vocab_size)) is not None:
+                yield Reject(row.source, row.number, reason)
                 continue  # other turns of the row have a fate of their own
             notes.update(item.notes)
-            key = sample_key(item.input_ids, b"generate" if config.generate else item.loss_mask.tobytes())
-            yield Document(key, row.source, row.number, item.input_ids, item.loss_mask)
+            yield Document(sample_key(item.input_ids, item.loss_mask.tobytes()), row.source, row.number, item.input_ids, item.loss_mask)
     except RowRejected as rejected:
         yield Reject(row.source, row.number, str(rejected))
 
@@ -141,11 +153,35 @@ def parse(row: Row, config: RowsConfig) -> ParsedRow:
     return parse_row(row.value, config.data_format, config.columns, config.roles)
 
 
-def _tokenize(parsed: ParsedRow, converter: ConversationTokenizer, generate: bool) -> Iterable[Tokenized | RefusedTurn]:
-    if not generate:
-        return converter.documents(parsed.value)
-    if not isinstance(parsed.value, Conversation):
+def _outside(input_ids: np.ndarray, vocab_size: int) -> str | None:
+    """Why the target cannot take these ids."""
+    inside = int(input_ids.min()) >= 0 and int(input_ids.max()) < vocab_size
+    return None if inside else f"token {int(input_ids.max())} is not in the target's embedding of {vocab_size} rows"
+
+
+def _to_be_answered(row: Row, parsed: ParsedRow, config: ExtractConfig, converter: ConversationTokenizer, vocab_size: int) -> Document:
+    """The conversation whose answers the target will write: its first prompt, and a script when there are more. Raises RowRejected."""
+    conversation = parsed.value
+    if not isinstance(conversation, Conversation):
         raise RowRejected(f"a row of shape {parsed.shape} holds no question to answer")
-    input_ids = converter.prompt(parsed.value)
-    notes = (LATER_TURNS,) if parsed.value.pending else ()
-    return [Tokenized(input_ids, np.zeros(len(input_ids), np.uint8), None, notes)]
+    rounds = rounds_of(conversation)
+    input_ids = converter.question(replace(conversation, messages=rounds[0])).input_ids
+    if (reason := _outside(input_ids, vocab_size)) is not None:
+        raise RowRejected(reason)
+    keys = turn_keys(conversation, rounds, input_ids)
+    script = None
+    if len(rounds) > 1:
+        script = Script(tuple(rounds), keys, keys if config.turns == "each" else keys[-1:], 0, conversation.tools, conversation.template_args)
+        script = replace(script, given_tokens=_given_tokens(script, config, converter))
+    mask = np.full(len(input_ids), config.supervise == "all", np.uint8)
+    return Document(keys[0] if script is None else script.stored[0], row.source, row.number, input_ids, mask, script)
+
+
+def _given_tokens(script: Script, config: ExtractConfig, converter: ConversationTokenizer) -> int:
+    """Tokens of the last prompt with next to nothing for answers. Raises RowRejected when that is too long, or the template refuses it."""
+    try:
+        return len(converter.question(script.conversation(["."] * (len(script.rounds) - 1))).input_ids)
+    except RowRejected:
+        if config.turns == "each":  # the first turns may do
+            return config.max_length
+        raise

@@ -54,14 +54,15 @@ def run(config: ExtractConfig, make_check: MakeCheck | None = None) -> ExtractSu
     with _writing(plan):
         existing = open_cache(cache, plan.spec)
         known = stored_keys(cache, existing)
-        todo = [number for number in share.numbers if documents.key(number) not in known]
-        account = Account(prepared, len(share.numbers) - len(todo), share)
+        todo = [number for number in share.numbers if not known.issuperset(documents.keys(number))]
+        stored = [key in known for number in share.numbers for key in documents.keys(number)]
+        account = Account(prepared, sum(stored), share)
         with logged(cache, _started(config, prepared, todo), rank=config.rank) as log:
             if todo:
                 check_space(config, existing, documents, todo)
                 stops = tuple(eos_token_ids(plan.target.folder, plan.tokenizer))
                 job = EngineJob(config, plan.target, cache, existing, stops, writer_id=config.rank)
-                _extract(job, documents.take(todo), len(todo), make_check, account, log)
+                _extract(job, documents.take(todo, known), stored.count(False), make_check, account, log)
             else:
                 _save_rejects(cache, account)
             summary = account.summary(config, existing)

@@ -19,7 +19,7 @@ class Share:
     numbers: list[int]
     """In the order in which they are to be computed."""
     left_to_others: int = 0
-    """Documents of the other ranks."""
+    """Samples of the other ranks."""
     places_of_others: frozenset[tuple[str, int]] = field(default=frozenset())
     """Source and row of those."""
 
@@ -31,8 +31,8 @@ def share_of(documents: DocumentStore, seed: int, rank: int, world_size: int) ->
     mine = order[rank::world_size]
     if world_size == 1:
         return Share(mine)
-    others = frozenset(documents.place(number) for position, number in enumerate(order) if position % world_size != rank)
-    return Share(mine, len(order) - len(mine), others)
+    others = [number for position, number in enumerate(order) if position % world_size != rank]
+    return Share(mine, sum(len(documents.keys(number)) for number in others), frozenset(map(documents.place, others)))
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,34 @@ class InFlight:
         self._since = time.monotonic()
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len({id(document) for document in self._documents.values()})
 
     def __iter__(self) -> Iterator[Document]:
-        return iter(list(self._documents.values()))
+        """Each for the samples that are still to come."""
+        left: dict[int, tuple[Document, list[bytes]]] = {}
+        for key, document in self._documents.items():
+            left.setdefault(id(document), (document, []))[1].append(key)
+        return iter([document.wanting(keys) for document, keys in left.values()])
 
     def add(self, document: Document) -> None:
         """It has been taken."""
         if not self._documents:
             self._since = time.monotonic()
-        self._documents[document.key] = document
+        self._documents.update(dict.fromkeys(document.keys, document))
+
+    def sample_keys(self) -> list[bytes]:
+        """Of the samples that are to come."""
+        return list(self._documents)
+
+    def alive(self) -> None:
+        """There was a sign of life."""
+        self._since = time.monotonic()
 
     def done(self, key: bytes) -> Document | None:
-        """It has been answered; None for one that is not in flight."""
-        self._since = time.monotonic()
-        return self._documents.pop(key, None)
+        """This sample of a document is done: the document for it alone; None when it is not in flight."""
+        self.alive()
+        document = self._documents.pop(key, None)
+        return document and document.wanting([key])
 
     def watched(self, documents: Iterable[Document]) -> Iterator[Document]:
         """`documents`, each in flight from the moment it is taken."""
@@ -54,7 +67,8 @@ class InFlight:
             yield document
 
     def finish(self, outcomes: Iterable[Outcome]) -> None:
-        """These have been answered."""
+        """These have been answered; none at all is a sign of life too."""
+        self.alive()
         for outcome in outcomes:
             self.done(outcome.document.key)
 

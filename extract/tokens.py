@@ -6,10 +6,9 @@ documents that are too long, and the tokenizer's loading; where the assistant's 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -99,15 +98,6 @@ def eos_token_ids(folder: Path, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def sample_key(input_ids: np.ndarray, rest: bytes) -> bytes:
-    """16 bytes that stand for what is fed to the target: ids, and the mask or the word `generate`."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(np.ascontiguousarray(input_ids, np.int32).tobytes())
-    digest.update(b"\0")
-    digest.update(rest)
-    return digest.digest()
-
-
 @dataclass(frozen=True, eq=False)
 class Tokenized:
     """One document: T tokens, and which of them are learned from. Both arrays belong to it alone."""
@@ -129,6 +119,16 @@ class RefusedTurn:
     turn: int
     """Index of its message."""
     reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What the target is asked to answer, the generation prompt included. T tokens."""
+
+    text: str
+    input_ids: np.ndarray
+    """int32 [T]."""
+    tokens: Tokens
 
 
 class ConversationTokenizer:
@@ -203,13 +203,18 @@ class ConversationTokenizer:
         return self._finished(input_ids, loss_mask)
 
     def prompt(self, conversation: Conversation) -> np.ndarray:
-        """input_ids int32 [T] of what the target is asked to answer, generation prompt included. Raises RowRejected."""
-        text = self._rendering(conversation)(conversation.prompt(), answer=True)
-        input_ids = np.array(self._encode(text).ids, np.int32)
+        """input_ids int32 [T] of everything before a final assistant turn, as `question` gives them. Raises RowRejected."""
+        return self.question(replace(conversation, messages=conversation.prompt())).input_ids
+
+    def question(self, conversation: Conversation) -> Question:
+        """The messages as the target sees them when it is asked to answer. Raises RowRejected, also when there is no room for an answer."""
+        text = self._rendering(conversation)(conversation.messages, answer=True)
+        encoding = self._encode(text)
+        input_ids = np.array(encoding.ids, np.int32)
         self._check_length(input_ids, "reject")
         if len(input_ids) == self.max_length:
             raise RowRejected(f"the prompt has {len(input_ids)} tokens, which leaves no room for an answer; the limit is {self.max_length}")
-        return input_ids
+        return Question(text, input_ids, Tokens(encoding, text))
 
     def _rendering(self, conversation: Conversation) -> Rendering:
         return self.template.for_row(conversation.tools, conversation.template_args)

@@ -6,9 +6,11 @@ The only place that decides vLLM's flags. Imports vLLM inside functions, after t
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -49,6 +51,8 @@ GENERIC_ERRORS = (
     "Traceback",
 )
 MAX_REASON = 600
+START_SECONDS = 3600.0
+"""How long vLLM may take to start: a terabyte of weights from a network disk takes half of it."""
 
 
 def vllm_version() -> str:
@@ -177,6 +181,34 @@ def quiet_environment() -> Iterator[None]:
             logging.getLogger("vllm").setLevel(logging.ERROR)  # this process's part of vLLM; its engine has a log of its own
         for name in set_here:
             os.environ.pop(name, None)
+
+
+class StartLimit:
+    """Ends vLLM's processes when they have not started in time; its own wait for them has no end.
+
+    `with limit:` around the start, which then fails. Ends only processes that were started meanwhile.
+    """
+
+    def __init__(self, seconds: float = START_SECONDS) -> None:
+        self.seconds = seconds
+        self.passed = False
+        """Was it too long?"""
+
+    def __enter__(self) -> StartLimit:
+        self._before = {process.pid for process in multiprocessing.active_children()}
+        self._timer = threading.Timer(self.seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self.passed = True
+        for process in multiprocessing.active_children():
+            if process.pid not in self._before:
+                process.kill()
 
 
 class EngineLog:

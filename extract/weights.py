@@ -53,7 +53,9 @@ def _read_index(index: Path) -> dict[str, str]:
             return dict(weight_map)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise InputError("is no index of weights", place=str(index), expected='"weight_map" with a file of this folder for each tensor', fix="fetch it again")
+    raise InputError(
+        "is no index of weights", place=str(index), expected='"weight_map" with a file of this folder for each tensor', fix="fetch it again"
+    )
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -35,7 +35,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answered:
-    """Outcomes, their documents without tokens, and the writer's counts after them."""
+    """Outcomes, their documents without what was asked, and the writer's counts after them."""
 
     outcomes: list[Outcome]
     counts: WriterCounts
@@ -101,4 +101,4 @@ def _documents(parent: Connection) -> Iterator[Document]:
 
 
 def _without_tokens(outcome: Outcome) -> Outcome:
-    return replace(outcome, document=replace(outcome.document, input_ids=NOTHING, loss_mask=NOTHING))
+    return replace(outcome, document=replace(outcome.document, input_ids=NOTHING, loss_mask=NOTHING, script=None))

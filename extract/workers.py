@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..common.errors import DflashError, DiskFull, InputError, RunFailed
-from .engine import Document, EngineJob, Outcome, WriterCounts
+from .engine import Document, EngineJob, Outcome, WriterCounts, merged
 from .published import parts_of, read_published
 from .remote_errors import rebuild
 from .stall import InFlight, name_documents
@@ -194,6 +194,7 @@ class WorkerPool:
                 worker.closed = True
                 self._end(worker, patience=END_SECONDS)
             case Answered(outcomes, counts):
+                worker.in_flight.alive()
                 whole = [replace(outcome, document=document) for outcome in outcomes if (document := worker.in_flight.done(outcome.document.key))]
                 worker.unpublished += [outcome for outcome in whole if outcome.reject is None]
                 self._published(worker, counts)
@@ -222,7 +223,7 @@ class WorkerPool:
             raise error
         found, lost = self._settle(worker)
         self._on_lost(lost)
-        again = [*(outcome.document for outcome in lost), *worker.in_flight]
+        again = merged([*(outcome.document for outcome in lost), *worker.in_flight])
         self._again.extendleft(reversed(again))
         self._on_event("worker_died", worker=worker.number, error=str(error), documents_to_repeat=len(again), published=worker.counts.samples)
         self._judge(error, again)
@@ -237,9 +238,8 @@ class WorkerPool:
         kept = worker.known_published + sum(outcome.document.key in published for outcome in worker.unpublished)
         lost = [outcome for outcome in worker.unpublished if outcome.document.key not in published]
         found = []
-        for document in worker.in_flight:
-            if (sample := published.get(document.key)) is not None:
-                worker.in_flight.done(document.key)
+        for key in worker.in_flight.sample_keys():
+            if (sample := published.get(key)) is not None and (document := worker.in_flight.done(key)) is not None:
                 found.append(Outcome(document, sample.tokens, sample.supervised_tokens, sample.engine_top1))
         if kept + len(found) != len(published):
             raise RunFailed(

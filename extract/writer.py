@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from ..common.lock import Hold, WriterSeat
 from ..common.sample import Sample
 from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
-from .part import PartBuilder, default_threads
+from .encoder import default_threads
+from .part import PartBuilder
 
 PREPARED = (layout.CACHE_JSON, layout.REJECTS, layout.TARGET)
 """What is prepared beside its place in the cache's own folder; a kill may leave the sibling behind."""
@@ -108,10 +110,18 @@ class CacheWriter:
     published parts stay. While it is open, it holds `partial/` (see `lock.only_writer`).
     """
 
-    def __init__(self, cache: Path, existing: CacheSpec, writer_id: int = 0, threads: int | None = None) -> None:
-        """threads: that encode the layers of a chunk; None is `default_threads()`."""
+    def __init__(self, cache: Path, existing: CacheSpec, writer_id: int = 0, threads: int | None = None, *, overlapped: bool = False) -> None:
+        """threads: that encode; None is `default_threads()`. The bytes written do not depend on either.
+
+        overlapped: `add` returns while chunks are still encoded, and a full part is made durable and published behind the next one.
+        An error may then be raised by a later call than the one that caused it.
+        """
         self.cache, self.spec, self.writer_id = cache, existing, writer_id
         self._threads = default_threads() if threads is None else threads
+        self._ahead = -(-self._threads // (len(existing.layer_ids) + 1)) if overlapped else 0
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="cache-publish") if overlapped else None
+        self._publishing: Future[None] | None = None
+        self._publishing_tokens = 0
         self.samples = self.tokens = self.stored_bytes = self.parts = 0
         """Published so far by this writer, and their size on disk."""
         self._part: PartBuilder | None = None
@@ -126,44 +136,75 @@ class CacheWriter:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens in the part under construction."""
-        return self._part.tokens if self._part else 0
+        """Tokens that were added and are not published yet."""
+        part = self._part
+        return self._publishing_tokens + (part.tokens if part else 0)
 
     def add(self, sample: Sample) -> None:
-        """Append one sample; publishes the part when it is full or old enough."""
+        """Append one sample, whose arrays may be used again afterwards; publishes the part when it is full or old enough."""
         _check_shapes(sample, self.spec)
         with self._guard():
+            if self._publishing is not None and self._publishing.done():
+                self._settle()
             if self._part is None:
                 name = layout.part_name(self._next_number, self.writer_id)
-                self._part = PartBuilder(self.cache / layout.PARTIAL / name, self.spec, self._threads)
+                self._part = PartBuilder(self.cache / layout.PARTIAL / name, self.spec, self._threads, self._ahead)
             self._part.add(sample)
         limits = self.spec.limits
         if self._part.tokens >= limits.part_tokens or self._part.age_seconds >= limits.part_seconds:
             self.publish()
 
     def publish(self) -> None:
-        """Publish the part under construction, if it holds anything."""
-        part = self._part
-        if part is None:
+        """Publish the part under construction, if it holds anything. Overlapped: begin to, once the part before it is published."""
+        if self._part is None:
             return
         with self._guard():
-            finished = part.finish()
-            atomic.publish_folder(part.folder, self.cache / layout.PARTS / part.folder.name)
-        self._part = None
-        self._next_number += 1
+            self._settle()
+            part, self._part = self._part, None
+            self._next_number += 1
+            if self._publisher is None:
+                self._publish(part)
+            else:
+                self._publishing_tokens = part.tokens
+                self._publishing = self._publisher.submit(self._publish, part)
+
+    def close(self) -> None:
+        """Publish what remains and let go of the cache."""
+        self.publish()
+        with self._guard():
+            self._settle()
+        self._let_go()
+
+    def abandon(self) -> None:
+        """Drop the part under construction and let go of the cache. A part that is being published is complete, and is waited for."""
+        self._drop()
+        if self._publishing is not None:
+            wait([self._publishing])
+        self._let_go()
+
+    def _publish(self, part: PartBuilder) -> None:
+        try:
+            with guard_writing(self.cache):
+                finished = part.finish()
+                atomic.publish_folder(part.folder, self.cache / layout.PARTS / part.folder.name)
+        except BaseException:
+            part.abandon()
+            raise
+        self._publishing_tokens = 0
         self.parts += 1
         self.samples += finished.samples
         self.tokens += finished.tokens
         self.stored_bytes += finished.stored_bytes
 
-    def close(self) -> None:
-        """Publish what remains and let go of the cache."""
-        self.publish()
-        self._hold.close()
+    def _settle(self) -> None:
+        """Wait for the part that is being published. Raises what that met."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()
 
-    def abandon(self) -> None:
-        """Drop the part under construction and let go of the cache."""
-        self._drop()
+    def _let_go(self) -> None:
+        if self._publisher is not None:
+            self._publisher.shutdown(wait=True)
         self._hold.close()
 
     def _drop(self) -> None:

@@ -21,9 +21,11 @@ FLAGS = {
     },
     "inspect": {"--json"},
     "verify": {"--json"},
+    "targets": {"--device", "--dtype", "--json"},
     "train": {"--cache", "--out", "--config", "--set", "--dry-run", "--resume"},
     "eval": {"--cache", "--drafter", "--engine", "--model", "--data", "--json"},
     "export": {"--to", "--format"},
+    "doctor": {"--cache", "--drafter", "--run", "--engine", "--model", "--limit", "--json"},
 }  # fmt: skip
 
 
@@ -31,7 +33,7 @@ def run(*arguments: str) -> click.testing.Result:
     return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
 
 
-def test_the_verbs_are_the_six():
+def test_the_verbs_are_the_known_ones():
     assert set(main.commands) == set(FLAGS)
 
 

@@ -35,6 +35,24 @@ builtins.__import__ = guarded
 from dflash_cache.cli import main
 main(sys.argv[1:])
 """
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from dflash_cache.extract.vllm_setup import cpu_arguments, quiet_environment
+
+def main(folder, prompts):
+    with quiet_environment():
+        sizes = {"max_model_len": 256, "max_num_seqs": 8, "enable_prefix_caching": False, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+        llm = LLM(model=folder, disable_log_stats=False, **{**sizes, **cpu_arguments()})
+        sampling = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=[2], detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value") and "spec_decode" in metric.name}
+        llm.llm_engine.engine_core.shutdown()
+    print("counted", json.dumps(counted))
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+"""
 
 
 def dflash(*words: object, lonely: bool = False) -> dict[str, Any]:
@@ -113,6 +131,24 @@ def test_a_drafter_never_changes_the_answer(chain):
 
 
 @pytest.mark.vllm
+def test_a_speculators_folder_alone_tells_vllm_everything_and_drafts_as_well(chain):
+    """`vllm serve FOLDER`: target, method, number of drafts and weights all come from the folder."""
+    folder = chain["folder"] / "speculators"
+    dflash("export", chain["run"], "--to", folder, "--format", "speculators", "--model", chain["target"], lonely=True)
+    tokenizer = tiny.build_tokenizer()
+    rows = [json.loads(line)["messages"][:1] for line in chain["data"].read_text().splitlines()]
+    prompts = [tokenizer.apply_chat_template(row, add_generation_prompt=True, tokenize=True, return_dict=False) for row in rows]
+    script = chain["folder"] / "serve.py"  # a file, since vLLM starts its engine in a process that imports it again
+    script.write_text(SERVE)
+    done = subprocess.run([sys.executable, str(script), str(folder), json.dumps(prompts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counted = json.loads(done.stdout.rpartition("counted ")[2])
+    drafts, accepted = counted["vllm:spec_decode_num_drafts"], counted["vllm:spec_decode_num_accepted_tokens"]
+    assert counted["vllm:spec_decode_num_draft_tokens"] == 3 * drafts
+    assert 1 + accepted / drafts == pytest.approx(chain["served"]["tau"], rel=0.1)
+
+
+@pytest.mark.vllm
 def test_another_drafter_of_fewer_layers_trains_from_the_same_cache(chain):
     sets = [word for name, value in {**TRAIN, "optim.steps": 4, "model.block_size": 6}.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     out = chain["folder"] / "second"
@@ -132,3 +168,16 @@ def test_dry_run_imports_no_torch(write_cache, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["gamma"] == 4.0
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.vllm
+def test_the_doctor_finds_nothing_wrong_with_the_chain(chain):
+    """Trainer, plain reading and engine draft the same blocks on the same texts."""
+    where = ["--cache", chain["cache"], "--run", chain["run"], "--drafter", chain["drafter"]]
+    found = dflash("doctor", *where, "--engine", "vllm", "--model", chain["target"], "--limit", 6)
+    trainer, folder, engine = found["ways"]
+    assert found["agree"] is True
+    assert engine["tau"] > 2.5
+    assert engine["tau"] == pytest.approx(folder["tau"], rel=0.05)
+    assert trainer["steps"] > 20
+    assert found["partings"][1]["agreement"] > 0.95

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .batch import PADDING
+from .device import moved
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Anchors:
 
     def to(self, device: torch.device) -> Anchors:
         """The same on `device`."""
-        return Anchors(self.row_A.to(device, non_blocking=True), self.keep_A.to(device, non_blocking=True))
+        return Anchors(moved(self.row_A, device), moved(self.keep_A, device))
 
     def __len__(self) -> int:
         return len(self.row_A)

@@ -1,6 +1,6 @@
 """Batch: one packed row of T tokens as tensors, and how samples become one.
 
-In: samples' states and tokens from the reader, in the order of the packing plan. Out: a Batch on the CPU (`to` moves it).
+In: samples' states and tokens from the reader, in the order of the packing plan. Out: a Batch on the CPU (`device_feed` moves its states).
 Owns what each position means; knows nothing of anchors, masks or the model. T tokens, K selected layers, H hidden size.
 """
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+
+from .device import moved
 
 PADDING = -1
 """Document number of a padded position."""
@@ -39,6 +41,13 @@ class Batch:
     """(cache number, sample number) of each document, in order."""
     sources: tuple[str, ...]
     """The dataset of each document, in order."""
+    teacher_T: torch.Tensor | None = None
+    """int32 [T]: the teacher's token after each row as kept in the cache, -1 where it is not known; None: computed when needed."""
+
+    def verifier_rows(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Verifier states, on `device`, of these rows (int64, on the CPU), wherever the batch has them."""
+        assert self.verifier is not None, "the batch was read without verifier states"
+        return moved(self.verifier[moved(rows, self.verifier.device)], device)
 
     @property
     def num_tokens(self) -> int:

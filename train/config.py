@@ -35,6 +35,8 @@ class DataConfig(Config):
     """How often each cache's samples are read in an epoch, in the order of --cache; of 0.5, another half each epoch. None: once."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples that is held out for evaluation, chosen by each sample's own key. Not with --eval-cache."""
+    lanes: int | None = Field(default=None, ge=1, le=1024)
+    """Runs of rows packed apart, of which processes decode each their own. None: as many as rows in a step, where these are left out; else 1."""
 
     @model_validator(mode="after")
     def _weights_fit(self) -> DataConfig:
@@ -229,10 +231,14 @@ class RunConfig(Config):
     """Type of the products; weights and AdamW's state stay float32. auto: bfloat16 where the device multiplies it natively."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """dense: SDPA with mask matrices, piece by piece; flex: block-sparse, needs CUDA. auto: flex on CUDA, dense elsewhere."""
-    compile: bool = False
-    """Compile the drafter with torch.compile."""
+    compile: bool | None = None
+    """Compile the drafter's layers with torch.compile; the first step then takes longer. None: on CUDA."""
+    float8: bool = False
+    """Products with the drafter's matrices in 8-bit floating point, forward and backward, and the head's backward; logits stay as they are."""
     teacher_cache_bytes: int = Field(default=1 << 30, ge=0)
     """Memory for the teacher's tokens, kept per sample so that later epochs skip the teacher head; emptied when full."""
+    store_targets: bool | None = None
+    """Compute the teacher's tokens before the first step and keep them in the caches. None: with label teacher, if all data is read once."""
     activation_checkpointing: bool = False
     """Compute each decoder layer again in the backward pass instead of keeping what it needs: less memory, for long rows."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
@@ -283,6 +289,14 @@ class TrainConfig(Config):
     eval: HeldOutConfig = HeldOutConfig()
     """Held-out evaluation."""
 
+    @model_validator(mode="after")
+    def _targets_fit_the_label(self) -> TrainConfig:
+        if self.run.store_targets and self.loss.label != "teacher":
+            raise ValueError(
+                f"run.store_targets=true keeps the teacher's tokens, and label {self.loss.label} does not ask for them; use label teacher"
+            )
+        return self
+
 
 class EvalConfig(Config):
     """An offline evaluation."""
@@ -295,3 +309,11 @@ class EvalConfig(Config):
     """As in training."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """As in training."""
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """Also expect the acceptance under sampling at these; 0, which is greedy, is always counted."""
+    position_bounds: tuple[Annotated[int, Field(gt=0)], ...] = (32, 128, 512)
+    """Where the buckets of positions in the answer begin, tokens; the first begins at 0."""
+    resamples: int = Field(default=1000, ge=0)
+    """Of the bootstrap for the confidence intervals; 0 makes none."""
+    seed: int = Field(default=0, ge=0)
+    """Of the bootstrap."""

@@ -17,19 +17,21 @@ from torch import nn
 
 from .attention import Mask, attend
 from .drafter_spec import DrafterSpec
+from .float8 import linear8
 
 INITIAL_SPREAD = 0.02
 
 
 class Linear(nn.Module):
-    """A matrix without bias, float32 [out, in], applied in the type of its input."""
+    """A matrix without bias, float32 [out, in], applied in the type of its input, or in 8 bits."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.float8 = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear8(x, self.weight) if self.float8 else F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -136,6 +138,17 @@ class Drafter(nn.Module):
                 else:
                     parameter.fill_(1.0)
         return self
+
+    def compile_layers(self) -> None:
+        """Compile each layer by itself, and what is around them: all layers are of one shape, so that one of them is compiled for all."""
+        for module in (*self.layers, self.fc, self.hidden_norm, self.norm):
+            module.compile(dynamic=False)
+
+    def multiply_in_float8(self) -> None:
+        """All products with the drafter's matrices in 8 bits, from now on."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.float8 = True
 
     def forward(
         self,

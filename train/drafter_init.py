@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from ..common.errors import InputError
 from .config import InitConfig
 from .draft_head import offsets
 from .drafter import Drafter
+from .drafter_folder import load_drafter
 from .drafter_spec import DrafterSpec
-from .export import CONFIG, MODEL, fill_drafter, load_drafter, read_config
 from .reader import CacheReader
-from .speculators_config import MARK, NOT_TRAINED, drafter_from_speculators
 from .target_head import TargetHead
 from .target_layers import spread_blocks, target_tensors
 from .vocabulary import coverage, kept_tokens, supervised_counts
@@ -34,16 +32,22 @@ MUST_AGREE = (
 
 
 def first_drafter(
-    spec: DrafterSpec, init: InitConfig, readers: Sequence[CacheReader], head: TargetHead, generator: torch.Generator, fresh: bool = True
+    spec: DrafterSpec,
+    init: InitConfig,
+    readers: Sequence[CacheReader],
+    head: TargetHead,
+    generator: torch.Generator,
+    fresh: bool = True,
+    held: Sequence[np.ndarray] | None = None,
 ) -> tuple[Drafter, list[str]]:
     """The drafter that a run starts with, and lines that say how it came about.
 
-    A pruned vocabulary is chosen from the caches' tokens. fresh: False when a checkpoint will replace the weights; `init` is then
-    not looked at. generator: on the CPU.
+    A pruned vocabulary is chosen from the caches' tokens. held: bool [S] of each cache, samples whose tokens are left out of
+    that choice. fresh: False when a checkpoint will replace the weights; `init` is then not looked at. generator: on the CPU.
     """
     drafter, lines = Drafter(spec).initialize(generator), []
     if drafter.d2t is not None:
-        counts_V = supervised_counts(readers)
+        counts_V = supervised_counts(readers, held)
         kept = kept_tokens(counts_V, len(drafter.d2t))
         drafter.d2t.copy_(offsets(torch.from_numpy(kept)))
         lines.append(
@@ -68,7 +72,7 @@ def initialize_from(drafter: Drafter, init: InitConfig, head: TargetHead) -> str
         line = f"blocks {', '.join(map(str, blocks))} and the final norm of {folder}; fc and hidden_norm are new"
     else:
         folder = Path(init.source)
-        other = read_drafter(folder, drafter.spec.num_target_layers)
+        other = load_drafter(folder, drafter.spec.num_target_layers)
         check_agrees(other.spec, drafter.spec, folder)
         tensors, line = dict(other.named_parameters()), f"all weights of {folder}"
     parameters = dict(drafter.named_parameters())
@@ -76,19 +80,6 @@ def initialize_from(drafter: Drafter, init: InitConfig, head: TargetHead) -> str
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
     return line
-
-
-def read_drafter(folder: Path, num_target_layers: int) -> Drafter:
-    """The drafter in a run, a checkpoint, a z-lab or a speculators folder; float32, on the CPU. Raises InputError."""
-    if not (folder / CONFIG).is_file() or MARK not in (config := read_config(folder / CONFIG)):
-        return load_drafter(folder)
-    spec = drafter_from_speculators(config, num_target_layers, str(folder / CONFIG))
-    try:
-        tensors = load_file(folder / MODEL)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot be read: {error}", place=str(folder / MODEL)) from None
-    left_out = NOT_TRAINED if spec.draft_vocab_size is not None else (*NOT_TRAINED, "d2t")
-    return fill_drafter(spec, {name: tensor for name, tensor in tensors.items() if name not in left_out}, folder)
 
 
 def check_agrees(theirs: DrafterSpec, ours: DrafterSpec, folder: Path) -> None:

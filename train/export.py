@@ -1,7 +1,8 @@
-"""Export: a drafter's weights as one folder that vLLM (method dflash), SGLang (DFLASH) and the reference implementation load.
+"""Export: a drafter's weights as one folder that serving engines load, proven before it appears.
 
-In: a run folder, a checkpoint or an exported folder. Out: config.json, model.safetensors and a README.md with the commands to
-serve it; or, read back, a Drafter. Owns the names of the format; sources: the loaders of vLLM 0.32 and SGLang, `dflash` 0.1.0.
+In: a run folder, a checkpoint or an exported folder, and the format. Out: config.json, model.safetensors and README.md.
+zlab: for vLLM (method dflash), SGLang (DFLASH) and the reference implementation; speculators: for vLLM and the speculators
+library. Sources of the names: the loaders of vLLM 0.32 and SGLang, `dflash` 0.1.0, speculators 0.9.
 """
 
 from __future__ import annotations
@@ -9,147 +10,222 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from .. import __version__
 from ..common import atomic
 from ..common.errors import DflashError, InputError, guard_writing
-from . import checkpoint
+from .draft_head import draft_head, is_kept
 from .drafter import Drafter
-from .drafter_spec import DrafterSpec
-from .serving_config import drafter_from_config, serving_config, serving_readme
+from .drafter_folder import CONFIG, EMBEDDING, HEAD, KEPT, MODEL, README, cast_floats, load_drafter
+from .drafter_spec import FULL, SLIDING, DrafterSpec
+from .export_proof import ExportProof, prove
+from .reader import CacheReader
+from .run_facts import choose, data_sources, find_cache, read_facts
+from .serving_config import serving_config
+from .serving_readme import Provenance, serving_readme
+from .speculators_config import Verifier, speculators_config
+from .target_head import TargetHead
+from .target_shape import read_target_config
+from .tensor_files import TensorFacts, TensorFiles
 
+ExportFormat = Literal["zlab", "speculators"]
 ExportType = Literal["bfloat16", "float16", "float32"]
-CONFIG, MODEL, README = "config.json", "model.safetensors", "README.md"
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written."""
+    """What was written, or with `dry_run` would be."""
 
-    folder: Path
+    folder: Path | None
+    """None where a dry run was given none."""
+    format: ExportFormat
+    source: Path
+    """The checkpoint, or the folder, that the weights come from."""
     drafter: DrafterSpec
     dtype: str
+    config: dict[str, Any]
+    """config.json."""
+    tensors: tuple[TensorFacts, ...]
+    warnings: tuple[str, ...]
+    """What is written and still worth knowing."""
+    proof: ExportProof | None
+    """None for a dry run."""
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
-        drafter, drafts = self.drafter.model_dump(mode="json"), self.drafter.block_size - 1
-        return {"folder": str(self.folder), "dtype": self.dtype, "num_speculative_tokens": drafts, "drafter": drafter}
+        return {
+            "folder": str(self.folder) if self.folder is not None else None,
+            "format": self.format,
+            "source": str(self.source),
+            "dtype": self.dtype,
+            "num_speculative_tokens": self.drafter.num_drafted,
+            "drafter": self.drafter.model_dump(mode="json"),
+            "config": self.config,
+            "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
+            "bytes": sum(tensor.bytes for tensor in self.tensors),
+            "warnings": list(self.warnings),
+            "written": self.proof is not None,
+            "proof": self.proof.to_dict() if self.proof is not None else None,
+        }
 
     def to_text(self) -> str:
         """For people."""
-        drafts = self.drafter.block_size - 1
-        return f"wrote {self.folder} ({self.dtype}); serve with {drafts} speculative tokens, see {self.folder / README}"
+        size = f"{len(self.tensors)} tensors, {sum(tensor.bytes for tensor in self.tensors):,} bytes"
+        warnings = [f"warning   {line}" for line in self.warnings]
+        if self.proof is None:
+            lines = [
+                f"would write {self.folder or 'a folder'} ({self.format}, {self.dtype}; {size}) from {self.source}",
+                json.dumps(self.config, indent=2),
+            ]
+            rows = [f"{tensor.name:44} {tensor.dtype:9} {'x'.join(map(str, tensor.shape)):>16} {tensor.bytes:>14,}" for tensor in self.tensors]
+            return "\n".join([*lines, *rows, *warnings])
+        served = f"serve with {self.drafter.num_drafted} speculative tokens, see {README} in it"
+        return "\n".join([f"wrote {self.folder} ({self.format}, {self.dtype}; {size}); {served}", self.proof.to_text(), *warnings])
 
 
-def export(source: Path, to: Path, dtype: ExportType = "bfloat16") -> ExportResult:
-    """Write the drafter at `source` (run folder, checkpoint or export) to the folder `to`, and read it back to compare.
+def export(
+    source: Path,
+    to: Path | None,
+    dtype: ExportType = "bfloat16",
+    *,
+    format: ExportFormat = "zlab",
+    step: int | None = None,
+    best: bool = False,
+    include_embeddings: bool = False,
+    cache: Path | None = None,
+    model: str | None = None,
+    dry_run: bool = False,
+) -> ExportResult:
+    """Write the drafter at `source` to the folder `to`, read it back, and draft a few blocks with it and with the checkpoint.
 
-    The folder appears under its name only when complete. Raises InputError when `to` holds something already or `source`
-    holds no drafter, DflashError when weights are not finite or what was written does not read back equal.
+    step, best: which checkpoint of a run; the newest by default. cache: one that the run was trained on, where it is no longer
+    at the place that the run knows; the speculators format, and include_embeddings, take the target's embedding and head from
+    it. model: the target's name in the folder. The folder appears under its name only when complete. Raises InputError when
+    `to` holds something already, `source` holds no drafter or the format has no words for it; DflashError when weights are not
+    finite, or when what was written does not read back equal or computes something else.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    if to is None and not dry_run:
+        raise InputError("needs a folder to write", place="--to")
+    if to is not None and not dry_run and to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError("holds something already", place=f"--to {to}", expected="a new or empty folder", fix="choose another folder")
-    drafter = load_drafter(source)
-    check_servable(drafter.spec, source)
-    kind = getattr(torch, dtype)
-    tensors = {name: _floats(tensor.detach(), kind).contiguous() for name, tensor in drafter.state_dict().items()}
+    chosen = choose(source, step, best)
+    facts = read_facts(chosen)
+    drafter = load_drafter(chosen, CacheReader(cache).spec.settings.target.num_layers if cache is not None else None)
+    check_servable(drafter.spec, source, format)
+    reader, missing = find_cache(cache, facts, drafter.spec)
+    with_target = include_embeddings or format == "speculators"
+    if reader is None and with_target:
+        problem = f"the target's embedding and head are not at hand: {missing}"
+        raise InputError(problem, place=str(source), expected="a cache that the run was trained on", fix="name it with --cache")
+    head = TargetHead(reader.path, reader.spec, torch.device("cpu"), torch.bfloat16) if reader is not None else None
+    tensors = _tensors(drafter, getattr(torch, dtype), head if with_target else None, format)
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
-        raise DflashError("weights are not finite; such a drafter is not exported", place=str(source), found=", ".join(broken[:5]))
+        problem = f"weights are not finite in {dtype}; such a drafter is not exported"
+        raise DflashError(problem, place=str(chosen), found=", ".join(broken[:5]))
+    name = model or (facts.target if facts is not None else None) or (reader.spec.provenance.model if reader is not None else None) or None
+    if format == "zlab":
+        config = serving_config(drafter.spec, dtype)
+    else:
+        architectures = read_target_config(reader.path).get("architectures") if reader is not None else None
+        config = speculators_config(drafter.spec, dtype, Verifier(name, tuple(architectures or ())))
+    result = ExportResult(
+        to, format, chosen, drafter.spec, dtype, config, _facts(tensors), _warnings(drafter.spec, format, with_target, missing, name), None
+    )
+    if to is None or dry_run:
+        return result
+    provenance = Provenance(name, chosen, facts, reader.spec.fingerprint if reader else None, data_sources(reader) if reader else ())
     with guard_writing(to):
-        _write(drafter, tensors, to, dtype)
-    return ExportResult(to, drafter.spec, dtype)
+        proof = _write(result, to, drafter, tensors, provenance, reader, head)
+    return replace(result, proof=proof)
 
 
-def check_servable(spec: DrafterSpec, place: Path) -> None:
-    """Raise InputError for a drafter that the z-lab format cannot describe."""
+def check_servable(spec: DrafterSpec, place: Path, format: ExportFormat = "zlab") -> None:
+    """Raise InputError for a drafter that the format cannot describe, or that no engine would serve as described."""
+    if format == "speculators":
+        if {SLIDING, FULL} <= set(spec.layer_types):
+            problem = "the speculators format cannot say sliding and full layers to vLLM: it serves all of them with one causal flag"
+            raise InputError(problem, place=str(place), found=list(spec.layer_types), expected="one kind of attention", fix="--format zlab")
+        return
     odd = f"a draft vocabulary of {spec.draft_vocab_size} tokens" if spec.draft_vocab_size is not None else ""
     odd = odd or ("drafting from the anchor (sample_from_anchor)" if spec.sample_from_anchor else "")
     if odd:
-        fix = "use the speculators format, or train without it; `dflash eval --cache` measures it as it is"
+        fix = "--format speculators, or train without it; `dflash eval --cache` measures it as it is"
         raise InputError(f"the z-lab format has no words for {odd}", place=str(place), expected="the speculators format", fix=fix)
 
 
-def _floats(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """`tensor` as `kind`; whole numbers (`d2t`) as they are."""
-    return tensor.to(kind) if tensor.is_floating_point() else tensor
+def _warnings(spec: DrafterSpec, format: ExportFormat, with_target: bool, missing: str, name: str | None) -> tuple[str, ...]:
+    found = []
+    if missing:
+        found.append(f"the folder is compared with the checkpoint on random states: {missing}")
+    if spec.sample_from_anchor:
+        found.append("vLLM 0.32 serves no DFlash drafter that drafts from the anchor; the speculators library reads it")
+    if {SLIDING, FULL} <= set(spec.layer_types):
+        found.append("vLLM serves sliding and full layers together with VLLM_USE_V2_MODEL_RUNNER=1 only")
+    if format == "zlab" and with_target:
+        found.append("of the target's embedding and head vLLM compares its own with them and then keeps one; SGLang and the reference skip them")
+    if format == "speculators" and name is None:
+        found.append("the folder does not name its target: `vllm serve FOLDER` needs it, --model gives it")
+    if spec.logit_scale != 1.0 or spec.logit_softcap is not None:
+        found.append("the target scales or bounds its logits, which not every engine does for a drafter; its most likely tokens stay the same")
+    return tuple(found)
 
 
-def _write(drafter: Drafter, tensors: dict[str, torch.Tensor], to: Path, dtype: ExportType) -> None:
-    """Write beside `to`, read back, compare, rename."""
+def _tensors(drafter: Drafter, kind: torch.dtype, head: TargetHead | None, format: ExportFormat) -> dict[str, torch.Tensor]:
+    """Everything that the file holds. head: whose embedding and head are written too."""
+    tensors = {name: cast_floats(tensor.detach(), kind).contiguous() for name, tensor in drafter.state_dict().items()}
+    if head is not None:
+        rows_DH = draft_head(head.head, drafter.d2t).head.weight_VH.to(kind)
+        tensors |= {EMBEDDING: head.embedding_VH.to(kind), HEAD: rows_DH}
+        if rows_DH.data_ptr() == tensors[EMBEDDING].data_ptr():  # tied; a file holds each tensor by itself
+            tensors[HEAD] = rows_DH.clone()
+    if drafter.d2t is not None and format == "speculators":
+        tensors[KEPT] = is_kept(drafter.d2t, drafter.spec.vocab_size)
+    return tensors
+
+
+def _facts(tensors: dict[str, torch.Tensor]) -> tuple[TensorFacts, ...]:
+    dtype = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    return tuple(TensorFacts(name, dtype[name], tuple(tensor.shape), tensor.nbytes) for name, tensor in sorted(tensors.items()))
+
+
+def _write(
+    plan: ExportResult,
+    to: Path,
+    drafter: Drafter,
+    tensors: dict[str, torch.Tensor],
+    provenance: Provenance,
+    reader: CacheReader | None,
+    head: TargetHead | None,
+) -> ExportProof:
+    """Write beside the folder, read back, compare, rename."""
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f".{to.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        (partial / CONFIG).write_text(json.dumps(serving_config(drafter.spec, dtype), indent=2) + "\n")
+        (partial / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n")
         save_file(tensors, partial / MODEL, metadata={"format": "pt", "dflash-cache": __version__})
-        (partial / README).write_text(serving_readme(drafter.spec, dtype))
-        _compare(load_drafter(partial), tensors, drafter.spec)
+        _compare(partial, tensors, drafter.spec)
+        proof = prove(partial, drafter, reader, head)
+        (partial / README).write_text(serving_readme(drafter.spec, plan.format, plan.dtype, provenance, proof, plan.warnings))
         if to.is_dir():
             to.rmdir()
         atomic.publish_folder(partial, to)
+        return proof
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def load_drafter(path: Path) -> Drafter:
-    """The drafter in a run folder (its newest checkpoint), a checkpoint or an exported folder; float32, on the CPU.
-
-    Raises InputError when there is none, when tensors are missing, left over or of another shape, or when the config says
-    two different things.
-    """
-    if (path / checkpoint.CHECKPOINTS).is_dir():
-        path = checkpoint.newest(path)
-    if (path / checkpoint.STATE).is_file():
-        state = checkpoint.load_state(path)
-        return fill_drafter(state.drafter, checkpoint.load_tensors(path, state, checkpoint.served_weights(state)), path)
-    if not (path / CONFIG).is_file():
-        raise InputError("holds no drafter", place=str(path), expected="a run folder, a checkpoint or an exported folder", fix="check the path")
-    spec = drafter_from_config(read_config(path / CONFIG), str(path / CONFIG))
-    try:
-        tensors = load_file(path / MODEL)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot be read: {error}", place=str(path / MODEL)) from None
-    return fill_drafter(spec, tensors, path)
-
-
-def fill_drafter(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Path) -> Drafter:
-    """A float32 drafter of these very tensors. Raises InputError when one is missing, left over or of another shape."""
-    with torch.device("meta"):
-        drafter = Drafter(spec)
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if expected != found:
-        odd = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
-        odd += [f"unknown {name}" for name in sorted(found.keys() - expected.keys())]
-        both = sorted(expected.keys() & found.keys())
-        odd += [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in both if expected[name] != found[name]]
-        problem = "the tensors are not those of the drafter that the config describes"
-        raise InputError(problem, place=str(place), found="; ".join(odd[:6]), expected=f"{len(expected)} tensors")
-    drafter.load_state_dict({name: _floats(tensor, torch.float32) for name, tensor in tensors.items()}, strict=True, assign=True)
-    return drafter
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises InputError."""
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be read: {error}", place=str(path)) from None
-    if not isinstance(config, dict):
-        raise InputError("must be a JSON object", place=str(path), found=type(config).__name__)
-    return config
-
-
-def _compare(written: Drafter, tensors: dict[str, torch.Tensor], spec: DrafterSpec) -> None:
-    if written.spec != spec or not all(torch.equal(tensor, _floats(tensors[name], torch.float32)) for name, tensor in written.state_dict().items()):
+def _compare(folder: Path, tensors: dict[str, torch.Tensor], spec: DrafterSpec) -> None:
+    written = TensorFiles(folder)
+    equal = written.facts.keys() == tensors.keys() and all(torch.equal(written.read(name), tensor) for name, tensor in tensors.items())
+    if not equal or load_drafter(folder).spec != spec:
         raise DflashError("what was written does not read back equal; the folder was not published", place="export")

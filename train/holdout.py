@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .batch import Batch
 from .config import HeldOutConfig
 from .device import Compute
 from .dist import Processes, plain
 from .drafter import Drafter
 from .drafter_spec import DrafterSpec
-from .evaluate import DraftedBlocks, Tally, draft_row
+from .evaluate import draft_row
 from .metrics import BlockCounts, Walk, quality
+from .tally import Tally
 from .target_head import TargetHead
 from .work import Rows
 
@@ -69,16 +69,7 @@ class HeldOut:
     def _draft(self, drafter: Drafter) -> dict[str, Drafted]:
         """This process's share of the rows, by source."""
         mine = range(self.processes.rank, self.rows.rows_per_epoch(0), self.processes.size)
-        tallies: dict[str, Tally] = {}
+        tally = Tally(drafter.spec)
         for batch in self.rows.epoch(0, rows=mine):
-            blocks = draft_row(drafter, self.head, batch, self.compute, self.config.chunk_blocks)
-            for source in dict.fromkeys(batch.sources):
-                tally = tallies.setdefault(source, Tally(drafter.spec))
-                tally.add(batch, [of == source for of in batch.sources], *(_of_source(part, batch, source) for part in blocks))
-        return {source: Drafted(tally.counts, tally.walk, tally.documents) for source, tally in tallies.items()}
-
-
-def _of_source(blocks: DraftedBlocks, batch: Batch, source: str) -> DraftedBlocks:
-    """The blocks that stand in documents of `source`."""
-    wanted = torch.tensor([of == source for of in batch.sources])[batch.document_T[blocks.row_A].long()]
-    return replace(blocks, **{name: getattr(blocks, name)[wanted] for name in ("row_A", "carries_AS", "right_AS", "right_data_AS")})
+            tally.add(batch, [True] * len(batch.sources), *draft_row(drafter, self.head, batch, self.compute, self.config.chunk_blocks))
+        return {source: Drafted(group.counts, group.walk, group.documents) for source, group in tally.by_source.items()}

@@ -15,6 +15,7 @@ import numpy as np
 from ..common import layout, planes
 from ..common.errors import InputError
 from .reader import CacheReader, Part
+from .targets_report import KeptTargets, kept_targets
 
 NORM_CHUNKS = 8
 """Chunks, spread over the parts, from which rms and absolute maximum are taken."""
@@ -100,6 +101,8 @@ class CacheReport:
     sources: dict[str, int]
     norms: tuple[LayerNorms, ...]
     part_list: tuple[PartLine, ...]
+    targets: tuple[KeptTargets, ...]
+    """Teacher tokens kept beside the parts, head by head; not counted in `stored_bytes`."""
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -117,6 +120,7 @@ class CacheReport:
             f"size         {self.stored_bytes:,} bytes; {self.bytes_per_token:,.0f} a token, {self.ratio:.3f} of raw bfloat16 ({self.raw_bytes_per_token:,})",
             "lengths      " + ", ".join(f"{name} {value:,}" for name, value in self.length_quantiles.items()),
             "sources      " + ", ".join(f"{name} ({count:,})" for name, count in self.sources.items()),
+            *(f"targets      {line}" for line in self.targets),
             f"fingerprint  {self.fingerprint}",
             "",
             f"{'tokens':>15} {'samples':>9}",
@@ -178,6 +182,7 @@ def inspect(cache: Path) -> CacheReport:
         sources=sources,
         norms=tuple(_norms(reader)),
         part_list=tuple(PartLine(part.path.name, part.manifest.samples, part.manifest.tokens, _bytes(part)) for part in reader.parts),
+        targets=tuple(kept_targets(reader)),
     )
 
 

@@ -23,9 +23,12 @@ import torch
 from ..common import layout
 from ..common.layers import layer_slots
 from .batch import PADDING, Batch
-from .packer import OPEN_ROWS, RowPlan, pack
+from .lanes import deal, interleave, order
+from .packer import OPEN_ROWS, RowPlan, pack, row_sizes
+from .page_locked import Allocate, ordinary
 from .reader import CacheReader
 from .scatter import ChunkTask, Scatter
+from .teacher_targets import TeacherTargets
 from .window import cut_windows, epoch_pools
 
 WINDOW_CHUNKS = 16
@@ -35,7 +38,7 @@ POOL_WINDOWS = 4
 BUFFER_BYTES = 4 << 30
 """Memory for rows being filled or waiting, about. Smaller windows and pools are taken where these would not fit."""
 MAX_THREADS = 8
-"""Decoding threads; one gives more than a gigabyte of states a second."""
+"""Decoding threads; one gives about a gigabyte of states a second."""
 
 
 class RowLoader:
@@ -43,8 +46,10 @@ class RowLoader:
 
     layer_ids: the drafter's layers, None for all stored. row_tokens: T of every batch. need_verifier: read the verifier
     states too. numbers: of each reader, the cache's number in `sample_ids`; None: 0, 1, ... chosen: of an epoch, which samples
-    are read, bool [samples of all readers]; None: all. Raises InputError when a cache lacks a layer; CacheDamaged when reading
-    finds damage.
+    are read, bool [samples of all readers]; None: all. teacher: of each reader, the teacher's tokens kept in its cache; None: not
+    read. lanes: runs of rows that share no pool and take turns; each has a buffer of its own. allocate: makes the memory of rows,
+    uint16 of a shape. threads: that decode, at most as many as cores. Raises InputError when a cache lacks a layer; CacheDamaged
+    when reading finds damage.
     """
 
     def __init__(
@@ -59,12 +64,18 @@ class RowLoader:
         numbers: Sequence[int] | None = None,
         chosen: Callable[[int], np.ndarray] | None = None,
         buffer_bytes: int = BUFFER_BYTES,
+        teacher: Sequence[TeacherTargets] | None = None,
+        lanes: int = 1,
+        allocate: Allocate = ordinary,
+        threads: int = MAX_THREADS,
     ) -> None:
         self._readers = list(readers)
         self._slots = [layer_slots(layer_ids, reader.spec.layer_ids, str(reader.path)) for reader in self._readers]
         self._need_verifier = need_verifier
         self._row_tokens = row_tokens
         self._seed, self._shuffle, self._chosen = seed, shuffle, chosen
+        self._lanes = lanes
+        self._teacher = tuple(teacher) if teacher is not None else None
         self._numbers = tuple(numbers) if numbers is not None else tuple(range(len(self._readers)))
         counts = [reader.num_samples for reader in self._readers]
         self._first_sample = np.concatenate([[0], np.cumsum(counts)])
@@ -82,24 +93,24 @@ class RowLoader:
         window_chunks = min(max(share * row_tokens // chunk, 1), WINDOW_CHUNKS)
         self._pool_windows = min(max(share * row_tokens // (chunk * window_chunks), 1), POOL_WINDOWS)
         self._windows = cut_windows(self._cache_of, self._parts, self._starts, chunk * window_chunks)
-        self._plans: dict[int, RowPlan] = {}
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="dflash-read")
-        self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
+        self._plans: dict[int, tuple[list[np.ndarray], RowPlan]] = {}
+        self._tokens: dict[int, np.ndarray] = {}
+        self._threads = ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0))), thread_name_prefix="dflash-read")
+        self._memory = _Memory(allocate)
 
     def rows_per_epoch(self, epoch: int) -> int:
         """Rows of an epoch."""
-        return len(self._plan(epoch))
+        return len(self._row_sizes(epoch))
 
     def tokens_per_row(self, epoch: int) -> list[int]:
         """Tokens of each row of an epoch, padding aside."""
-        plan = self._plan(epoch)
-        ends = np.concatenate([[0], np.cumsum(np.minimum(self._lengths[plan.samples], self._row_tokens))])[plan.starts]
-        return np.diff(ends).tolist()
+        sizes: list[int] = self._row_sizes(epoch).tolist()
+        return sizes
 
     def epoch(self, epoch: int, start_row: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """The rows of `epoch` from number `start_row` on, or those numbered `rows` (ascending); no chunk is read for others."""
-        plan = self._plan(epoch)
-        return self._read(plan, self._pools(epoch), start_row) if rows is None else self._read(plan.only(rows), self._pools(epoch), 0)
+        pools, plan = self._planned(epoch)
+        return self._read(plan, pools, start_row) if rows is None else self._read(plan.only(rows), pools, 0)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -108,15 +119,34 @@ class RowLoader:
     def _pools(self, epoch: int) -> list[np.ndarray]:
         return epoch_pools(self._windows, seed=self._seed, epoch=epoch, pool_windows=self._pool_windows, shuffle=self._shuffle)
 
-    def _plan(self, epoch: int) -> RowPlan:
+    def _planned(self, epoch: int) -> tuple[list[np.ndarray], RowPlan]:
+        """The pools of an epoch and its rows; of the last few epochs that were asked for."""
         if epoch not in self._plans:
-            if len(self._plans) > 2:
+            if len(self._plans) > 1:
                 self._plans.clear()
-            order = np.concatenate(self._pools(epoch))
-            if self._chosen is not None:
-                order = order[self._chosen(epoch)[order]]
-            self._plans[epoch] = pack(order, self._lengths, self._row_tokens, self._open_rows)
+            pools = self._pools(epoch)
+            plan = interleave([pack(lane, self._lengths, self._row_tokens, self._open_rows) for lane in self._dealt(epoch, pools)])
+            self._plans[epoch] = pools, plan
         return self._plans[epoch]
+
+    def _row_sizes(self, epoch: int) -> np.ndarray:
+        """int32: tokens of each row. The plan itself is made only of the first epoch, which most runs read next: others are counted."""
+        if epoch not in self._tokens:
+            if epoch == 0 or epoch in self._plans:
+                plan = self._planned(epoch)[1]
+                ends = np.concatenate([[0], np.cumsum(np.minimum(self._lengths[plan.samples], self._row_tokens))])[plan.starts]
+                self._tokens[epoch] = np.diff(ends).astype(np.int32)
+            else:
+                sizes = [row_sizes(lane, self._lengths, self._row_tokens, self._open_rows) for lane in self._dealt(epoch, self._pools(epoch))]
+                self._tokens[epoch] = np.concatenate(sizes)[order([len(lane) for lane in sizes])].astype(np.int32)
+        return self._tokens[epoch]
+
+    def _dealt(self, epoch: int, pools: list[np.ndarray]) -> list[np.ndarray]:
+        """The samples that an epoch reads, lane by lane."""
+        chosen = self._chosen(epoch) if self._chosen is not None else None
+        if chosen is not None and not chosen.all():
+            pools = [pool[chosen[pool]] for pool in pools]
+        return deal(pools, self._lengths, self._lanes)
 
     def _read(self, plan: RowPlan, pools: list[np.ndarray], start_row: int) -> Iterator[Batch]:
         """Rows in order. A chunk's task starts when the first row that needs it is near; rows it needs later are begun too."""
@@ -143,7 +173,7 @@ class RowLoader:
                 task = heapq.heappop(waiting)[2]
                 for placement in task.placements:
                     if placement.row not in rows:
-                        rows[placement.row] = _Row(self._row_tokens, self._shapes, self._free)
+                        rows[placement.row] = _Row(self._shapes, self._memory)
                 targets = {placement.row: rows[placement.row] for placement in task.placements}
                 future = self._threads.submit(self._fill, task, targets)
                 for row in targets.values():
@@ -168,6 +198,7 @@ class RowLoader:
         ids, following = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
         document, position = np.full(tokens, PADDING, np.int32), np.zeros(tokens, np.int32)
         mask, following_mask = np.zeros(tokens, bool), np.zeros(tokens, bool)
+        teacher = np.full(tokens, -1, np.int32) if self._teacher is not None else None
         sample_ids, sources, at = [], [], 0
         for number, sample in enumerate(samples.tolist()):
             cache = int(self._cache_of[sample])
@@ -180,6 +211,8 @@ class RowLoader:
             following[here] = np.append(sample_tokens, after)[1 : length + 1]
             following_mask[here] = np.append(sample_mask, after >= 0)[1 : length + 1]
             document[here], position[here] = number, np.arange(length)
+            if teacher is not None and self._teacher is not None:
+                teacher[here] = self._teacher[cache].sample(local)[:length]
             sample_ids.append((self._numbers[cache], local))
             sources.append(reader.source(local))
             at += length
@@ -194,16 +227,17 @@ class RowLoader:
             verifier=row.tensor(row.verifier, at) if self._need_verifier else None,
             sample_ids=tuple(sample_ids),
             sources=tuple(sources),
+            teacher_T=torch.from_numpy(teacher) if teacher is not None else None,
         )
 
 
 class _Row:
     """The states of one packed row while they are put together, and the tasks that still work on them."""
 
-    def __init__(self, row_tokens: int, shapes: tuple[tuple[int, ...], tuple[int, ...] | None], free: dict[tuple[int, ...], list[np.ndarray]]) -> None:
-        self.features = _reused(shapes[0], free)
+    def __init__(self, shapes: tuple[tuple[int, ...], tuple[int, ...] | None], memory: _Memory) -> None:
+        self.features = memory.lend(shapes[0])
         """uint16 [T, K, H]."""
-        self.verifier = _reused(shapes[1] or (0, 0), free)
+        self.verifier = memory.lend(shapes[1] or (0, 0))
         """uint16 [T, H]."""
         self.pending: list[Future[None]] = []
 
@@ -213,10 +247,20 @@ class _Row:
         return torch.from_numpy(bits).view(torch.bfloat16)
 
 
-def _reused(shape: tuple[int, ...], free: dict[tuple[int, ...], list[np.ndarray]]) -> np.ndarray:
-    """uint16 of `shape`, undefined. Its memory goes back to `free` when the last tensor or view made of it is gone."""
-    kept = free[shape]
-    owner = kept.pop() if kept else np.empty(shape, np.uint16)
-    lent = owner.view()
-    weakref.finalize(lent, kept.append, owner).atexit = False
-    return lent
+class _Memory:
+    """Arrays that are used again and again. Threads may share it."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self.free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
+
+    def lend(self, shape: tuple[int, ...]) -> np.ndarray:
+        """uint16 of `shape`, undefined. It is free again when the last tensor or view made of it is gone."""
+        kept = self.free[shape]
+        try:
+            owner = kept.pop()
+        except IndexError:
+            owner = self._allocate(shape)
+        lent = owner.view()
+        weakref.finalize(lent, kept.append, owner).atexit = False
+        return lent

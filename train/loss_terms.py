@@ -25,11 +25,19 @@ def token_terms(factors: Mapping[str, float], log_p_mV: torch.Tensor, label_m: t
     ce, tv = factors.get("ce", 0.0), factors.get("tv", 0.0)
     log_p_m = log_p_mV.gather(1, label_m[:, None]).squeeze(1)
     grad_mV = log_p_mV.exp_()
-    grad_mV.scatter_add_(1, label_m[:, None], torch.full_like(label_m[:, None], -1, dtype=grad_mV.dtype))
+    if torch.compiler.is_compiling():  # the same, as one kernel with what is around it
+        grad_mV = grad_mV - (torch.arange(grad_mV.shape[1], device=grad_mV.device) == label_m[:, None]).to(grad_mV.dtype)
+    else:
+        grad_mV.scatter_add_(1, label_m[:, None], torch.full_like(label_m[:, None], -1, dtype=grad_mV.dtype))
     if (ce, tv) == (1.0, 0.0):
         return -log_p_m, grad_mV
     p_m = log_p_m.exp()
     return ce * -log_p_m + tv * (1 - p_m), grad_mV.mul_((ce + tv * p_m)[:, None])  # both gradients point along p - one_hot(y)
+
+
+def largest_token_gradient(factors: Mapping[str, float]) -> float:
+    """What no gradient of a logit exceeds in `token_terms`: both are p - one_hot(y) times the term's factor and at most 1."""
+    return factors.get("ce", 0.0) + factors.get("tv", 0.0)
 
 
 def distribution_terms(

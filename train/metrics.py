@@ -44,6 +44,35 @@ def leading_right(right_AS: torch.Tensor, carries_AS: torch.Tensor) -> torch.Ten
     return (right_AS & carries_AS).long().cumprod(1).sum(1)
 
 
+@dataclass(frozen=True)
+class Chain:
+    """How a block's acceptance goes on from slot to slot, over blocks from every anchor. Add with +."""
+
+    reached_S: torch.Tensor
+    """int64 [S]: blocks in which the slot counts and all slots before it are right."""
+    accepted_S: torch.Tensor
+    """int64 [S]: of them, those in which it is right too."""
+
+    def __add__(self, other: Chain) -> Chain:
+        return Chain(self.reached_S + other.reached_S, self.accepted_S + other.accepted_S)
+
+    @classmethod
+    def none(cls, num_slots: int) -> Chain:
+        """Of no block."""
+        return cls(*(torch.zeros(num_slots, dtype=torch.int64) for _ in range(2)))
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """P(slot k is accepted | slots 1..k-1 are), for each drafted slot; 0 where none came so far."""
+        return tuple(_share(accepted, reached) for accepted, reached in zip(self.accepted_S.tolist(), self.reached_S.tolist()))
+
+
+def chain(right_AS: torch.Tensor, carries_AS: torch.Tensor) -> Chain:
+    """The chain of A blocks. A slot that does not count is not reached: it is no mistake."""
+    streak_A1, slot_S = leading_right(right_AS, carries_AS)[:, None], torch.arange(right_AS.shape[1], device=right_AS.device)
+    return Chain(((streak_A1 >= slot_S) & carries_AS).sum(0), (streak_A1 > slot_S).sum(0))
+
+
 def count_blocks(right_AS: torch.Tensor, carries_AS: torch.Tensor) -> BlockCounts:
     """Counts of A blocks; those without any slot that counts (padding) are left out."""
     streak_A, full_A = leading_right(right_AS, carries_AS), carries_AS.all(1)
@@ -117,6 +146,28 @@ class Walk:
         """Mean acceptance length, 1 + accepted / steps, as vLLM reports it."""
         return 1 + _share(self.accepted, self.steps)
 
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Of the steps, those in which each drafted slot was accepted."""
+        return tuple(_share(accepted, self.steps) for accepted in self.accepted_at)
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """Of the steps in which the slot before was accepted, those in which this one was too."""
+        return tuple(_share(accepted, before) for accepted, before in zip(self.accepted_at, (self.steps, *self.accepted_at)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. tau counts the token that the target adds after each block (the bonus); accepted_per_step does not."""
+        return {
+            "tau": self.tau,
+            "accepted_per_step": _share(self.accepted, self.steps),
+            "steps": self.steps,
+            "accepted": self.accepted,
+            "proposed": self.steps * len(self.accepted_at),
+            "acceptance_per_slot": list(self.acceptance),
+            "conditional_per_slot": list(self.conditional),
+        }
+
 
 def walk(anchor_rows: list[int], streaks: list[int], num_slots: int) -> Walk:
     """Simulate serving one document from its anchors (ascending) and the leading right slots of each.
@@ -128,16 +179,18 @@ def walk(anchor_rows: list[int], streaks: list[int], num_slots: int) -> Walk:
     vLLM counts all proposed tokens at every step, and so does this. At a turn's end only tokens up to the end are counted
     as accepted; vLLM counts drafts past it as well when they match, so this is, in the last step of a turn, a lower bound.
     """
-    streak_at = dict(zip(anchor_rows, streaks))
-    steps, accepted_at, upcoming = 0, [0] * num_slots, 0
-    for row in anchor_rows:
-        if row < upcoming:
-            continue
-        steps += 1
-        for slot in range(streak_at[row]):
-            accepted_at[slot] += 1
-        upcoming = row + streak_at[row] + 1
-    return Walk(steps, sum(accepted_at), tuple(accepted_at))
+    accepted = [streak for streak, is_step in zip(streaks, walk_steps(anchor_rows, streaks)) if is_step]
+    return Walk(len(accepted), sum(accepted), tuple(sum(streak > slot for streak in accepted) for slot in range(num_slots)))
+
+
+def walk_steps(anchor_rows: list[int], streaks: list[int]) -> list[bool]:
+    """From which of one document's anchors (ascending) the walk drafts."""
+    steps, upcoming = [], 0
+    for row, streak in zip(anchor_rows, streaks):
+        steps.append(row >= upcoming)
+        if steps[-1]:
+            upcoming = row + streak + 1
+    return steps
 
 
 def _share(part: float, whole: float) -> float:

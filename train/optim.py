@@ -6,17 +6,19 @@ moments are float32. `apply_gradients` is one update: one division, one clipping
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..common.errors import InputError, RunFailed
 from .config import OptimConfig, ParameterGroup
 from .dist import placed, plain
 
+TINY = 1e-6
+"""Added to the norm before it is compared with the largest allowed, as torch does."""
 ADAMW_STATE, MUON_STATE = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 
 
@@ -36,15 +38,36 @@ class Optimizer:
         """State of each parameter that has taken a step."""
         return {parameter: values for part in self.parts for parameter, values in part.state.items()}
 
-    def step(self) -> None:
-        """Update every parameter."""
+    def step(self, divisor: torch.Tensor, good: torch.Tensor) -> bool | None:
+        """Update every parameter by its gradient / `divisor`, unless not `good`. The gradients are changed.
+
+        AdamW divides as it reads, and decides where the numbers are, so that this process need not wait for the GPU: None is
+        returned. Other optimizers ask first whether it is good, and that is returned.
+        """
+        if any(not isinstance(part, torch.optim.AdamW) or _sharded(part) for part in self.parts):
+            if not bool(good):
+                return False
+            torch._foreach_div_([p.grad for p in _parameters(self.parts) if p.grad is not None], divisor.item())
+            for part in self.parts:
+                part.step()
+            return True
         for part in self.parts:
+            part.grad_scale, part.found_inf = divisor.float(), (~good).float()  # type: ignore[attr-defined]  # as torch's GradScaler does
             part.step()
+        return None
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+
+def _parameters(parts: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [parameter for part in parts for group in part.param_groups for parameter in group["params"]]
+
+
+def _sharded(part: torch.optim.Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in _parameters([part]))
 
 
 def group_of(name: str, parameter: torch.Tensor) -> ParameterGroup:
@@ -98,24 +121,29 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def apply_gradients(
-    parameters: Iterable[nn.Parameter], optimizer: Optimizer, weight: float, lr: float, clip_norm: float, finite: bool
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer,
+    weight: float | torch.Tensor,
+    lr: float,
+    clip_norm: float,
+    finite: bool | torch.Tensor,
 ) -> float | None:
     """Divide the summed gradients by `weight`, clip, step, and clear. Returns the norm before clipping.
 
-    None: nothing was changed, because there was no weight or something was not finite.
+    None: nothing was changed, because there was no weight or something was not finite. weight, finite: tensors where they are
+    still being computed; everything is then queued behind them before this process waits.
     """
-    norm = None
-    if weight > 0 and finite:
-        parameters = list(parameters)
-        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], weight)
-        norm = float(plain(nn.utils.clip_grad_norm_(parameters, clip_norm)))
-        if math.isfinite(norm):
-            set_lr(optimizer, lr)
-            optimizer.step()
-        else:
-            norm = None
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return None
+    device = gradients[0].device
+    weight_sum, is_finite = (value if isinstance(value, torch.Tensor) else torch.full((), value, device=device) for value in (weight, finite))
+    norm = plain(nn.utils.get_total_norm(gradients)).double() / weight_sum.to(device).double()
+    good = (weight_sum.to(device) > 0) & is_finite.to(device) & norm.isfinite()
+    set_lr(optimizer, lr)
+    changed = optimizer.step(weight_sum.to(device) * ((norm + TINY) / clip_norm).clamp_min(1.0), good)
     optimizer.zero_grad()
-    return norm
+    return float(norm) if (bool(good) if changed is None else changed) else None
 
 
 def optimizer_tensors(drafter: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

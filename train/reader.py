@@ -7,13 +7,16 @@ map, the exponent from a scratch buffer, and one pass merges them into place. Kn
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numcodecs import zstd
@@ -32,6 +35,8 @@ SHARE_OF_HANDLES = 8
 """A reader takes at most one of so many file handles that the process may have."""
 SHARE_OF_ALL = 2
 """All readers together take at most one of so many: each of n at most limit / (2 n), for somebody else opens files too."""
+SCAN_THREADS, SCAN_AHEAD = 8, 16
+"""Threads that read the small arrays of all parts, and parts that they are ahead of their reader: a disk far away answers late."""
 MAX_SMALL_BYTES = 256 << 20
 """Small arrays kept in memory, bytes. A token's id and mask are 5 bytes, so that those of a large cache do not all fit."""
 
@@ -160,6 +165,22 @@ class CacheReader:
                 self._small_bytes -= self._small.popitem(last=False)[1].nbytes
         return values
 
+    def columns(self, *names: str) -> Iterator[Any]:
+        """Of every part in order, the small array of that name, or a tuple of several; read ahead by threads and not kept."""
+
+        def read(part: Part) -> Any:
+            found = tuple(read_small(part.path, part.manifest, self.spec, name) for name in names)
+            return found if len(names) > 1 else found[0]
+
+        with ThreadPoolExecutor(min(SCAN_THREADS, len(os.sched_getaffinity(0)))) as threads:
+            ahead: deque[Future[Any]] = deque()
+            for part in self.parts:
+                ahead.append(threads.submit(read, part))
+                if len(ahead) > SCAN_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
     def tokens(self, sample: int, name: str) -> np.ndarray:
         """`input_ids` or `loss_mask` of one sample."""
         start = int(self.starts[sample])
@@ -183,13 +204,12 @@ class CacheReader:
         """int64 [vocab_size]: how often each token occurs, next tokens included."""
         size = self.spec.settings.target.vocab_size
         total = np.zeros(size, np.int64)
-        for part in range(len(self.parts)):
-            ids, following = self.column(part, "input_ids"), self.column(part, "next_token")
+        for part, (ids, following) in enumerate(self.columns("input_ids", "next_token")):
             if ids.min() < 0 or ids.max() >= size or following.max() >= size:
                 raise CacheDamaged(
                     "a token id lies outside the vocabulary", place=str(self.parts[part].path / "input_ids"), expected=f"0..{size - 1}"
                 )
-            total += np.bincount(ids, minlength=size) + np.bincount(following[following >= 0], minlength=size)
+            total += np.bincount(np.concatenate([ids, following[following >= 0]]), minlength=size)
         return total
 
     def _within(self, sample: int) -> int:

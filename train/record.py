@@ -24,14 +24,14 @@ from .resolve import RunPlan
 RUN_JSON = "run.json"
 MAY_CHANGE = {
     "distributed": {"mode", "timeout_seconds"},
-    "run": {"device", "keep", "checkpoint_every", "trackers", "log_samples", "teacher_cache_bytes", "activation_checkpointing"},
+    "run": {"device", "keep", "checkpoint_every", "trackers", "log_samples", "teacher_cache_bytes", "store_targets", "activation_checkpointing"},
 }
 """Settings that decide where and how a run goes on, and nothing of what it learns."""
 GIT_SECONDS = 10
 
 
-def new_record(plan: RunPlan, compute: str, processes: int, total_steps: int) -> dict[str, Any]:
-    """The document of a run that starts now."""
+def new_record(plan: RunPlan, compute: str, processes: int, total_steps: int, teacher: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The document of a run that starts now. teacher: where its labels come from."""
     return {
         "config": plan.config.model_dump(mode="json"),
         "drafter": plan.drafter.model_dump(mode="json"),
@@ -42,11 +42,11 @@ def new_record(plan: RunPlan, compute: str, processes: int, total_steps: int) ->
         "eval_cache_paths": [str(reader.path.resolve()) for reader in plan.held_readers],
         "target": plan.readers[0].spec.provenance.model,
         "total_steps": total_steps,
-        "lives": [life(compute, processes, 0)],
+        "lives": [life(compute, processes, 0, teacher)],
     }
 
 
-def life(compute: str, processes: int, step: int) -> dict[str, Any]:
+def life(compute: str, processes: int, step: int, teacher: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is true of one start, whether the first or a later one."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors", "numpy", "zarr")}
     return {
@@ -54,6 +54,7 @@ def life(compute: str, processes: int, step: int) -> dict[str, Any]:
         "from_step": step,
         "compute": compute,
         "processes": processes,
+        "teacher": teacher,
         "versions": {"dflash-cache": __version__, "python": platform.python_version(), **packages},
         "git": git_state(Path.cwd()),
         "command": [str(word) for word in sys.argv],
@@ -91,10 +92,10 @@ def check_same_run(out: Path, plan: RunPlan) -> None:
             raise InputError(f"the run was started with other {what}:{lines}", place=f"--out {out}", fix=fix)
 
 
-def add_life(out: Path, compute: str, processes: int, step: int) -> list[str]:
+def add_life(out: Path, compute: str, processes: int, step: int, teacher: dict[str, Any] | None = None) -> list[str]:
     """Write down another start of the run in `out`. Returns, for people, in what it differs from the first."""
     record = read_json(out / RUN_JSON)
-    now, first = life(compute, processes, step), record["lives"][0]
+    now, first = life(compute, processes, step, teacher), record["lives"][0]
     atomic.write_json(out / RUN_JSON, {**record, "lives": [*record["lives"], now]})
     lines = []
     for name, what in (("compute", "computed on"), ("versions", "used")):

@@ -72,7 +72,9 @@ class RepairReport:
         if self.unknown_parts:
             lines.append(f"to extract again: whatever was in {self.unknown_parts} parts that cannot be read any more")
         lines += [f"not repaired: {problem.place}: {problem.what}" for problem in self.left]
-        if self.moved:
+        if any(moved.entry.split("/")[0] == layout.TARGETS for moved in self.moved):
+            lines.append(f"`dflash targets {self.path}` computes the teacher's tokens that were moved; training does so too")
+        if any(moved.entry.split("/")[0] != layout.TARGETS for moved in self.moved):
             lines.append(
                 f"run the same `dflash extract` command again: it writes what is missing and nothing else. {self.path}/quarantine is never read"
             )

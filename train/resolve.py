@@ -18,10 +18,11 @@ from ..common.layers import layer_slots
 from .config import TrainConfig
 from .drafter_spec import DrafterSpec, resolve
 from .mask_token import MaskToken, choose, read_tokens
-from .packer import pack
+from .packer import row_sizes
 from .reader import CacheReader
 from .split import EpochSamples, held_out, key_hashes, pick
 from .target_shape import read_target_config, target_shape
+from .targets_report import kept_targets
 from .trackers import check_installed
 
 
@@ -70,6 +71,17 @@ class RunPlan:
             rows = max(round(optim.accumulate_tokens * facts.rows / max(facts.tokens, 1)), 1)
         return optim.steps or max(-(-int(np.ceil(optim.epochs * facts.rows)) // rows), 1)
 
+    @property
+    def stores_targets(self) -> bool:
+        """Compute the teacher's tokens first and keep them: as configured, else where they are labels and all data is read at least once."""
+        optim, facts, wanted = self.config.optim, self.facts, self.config.run.store_targets
+        if wanted is not None or self.config.loss.label != "teacher":
+            return bool(wanted)
+        if optim.steps is None:
+            return optim.epochs >= 1
+        of, whole = (optim.accumulate_tokens, facts.tokens) if optim.accumulate_tokens else (optim.accumulate_rows or 1, facts.rows)
+        return optim.steps * of >= whole
+
     def caches(self) -> list[dict[str, Any]]:
         """What identifies the data: a resumed run must find the same."""
         return [_identity(reader) for reader in self.readers]
@@ -89,6 +101,7 @@ class RunPlan:
             "caches": [{"path": str(r.path), **facts} for r, facts in zip(self.readers, self.caches())],
             "eval_caches": [{"path": str(r.path), **facts} for r, facts in zip(self.held_readers, self.eval_caches())],
             "data": vars(self.facts),
+            "targets": {"store": self.stores_targets, "kept": [line.to_dict() for reader in self.readers for line in kept_targets(reader)]},
             "steps": self.steps,
             "warnings": self.warnings(),
         }
@@ -221,7 +234,7 @@ def count_data(samples: EpochSamples, row_tokens: int, held_out_samples: int = 0
     read = samples.chosen(0)
     valid = np.concatenate([valid_of[reader.path] for reader in samples.readers])[read]
     lengths = np.concatenate([reader.lengths for reader in samples.readers])
-    rows = len(pack(np.flatnonzero(read), lengths, row_tokens))
+    rows = len(row_sizes(np.flatnonzero(read), lengths, row_tokens))
     lengths = lengths[read]
     return DataFacts(
         samples=len(lengths),
@@ -237,10 +250,9 @@ def count_data(samples: EpochSamples, row_tokens: int, held_out_samples: int = 0
 def _valid_anchors(reader: CacheReader) -> np.ndarray:
     """int64 [S]: valid anchors of each sample."""
     counts = []
-    for part in range(len(reader.parts)):
-        loss_mask = reader.column(part, "loss_mask").astype(bool)
-        offsets = reader.parts[part].offsets
+    for part, (mask, next_token) in zip(reader.parts, reader.columns("loss_mask", "next_token")):
+        loss_mask, offsets = mask.astype(bool), part.offsets
         following = np.append(loss_mask[1:], False)
-        following[offsets[1:] - 1] = reader.column(part, "next_token") >= 0
+        following[offsets[1:] - 1] = next_token >= 0
         counts.append(np.add.reduceat((loss_mask & following).astype(np.int64), offsets[:-1]))
     return np.concatenate(counts)

@@ -26,10 +26,11 @@ from .resolve import RunPlan, make_plan
 if TYPE_CHECKING:
     from .device import Compute
     from .dist import Processes
-    from .loader import RowLoader
     from .summary import TrainSummary
     from .target_head import TargetHead
+    from .teacher_source import TeacherSource
     from .trainer import Evaluate
+    from .work import Rows
 
 
 def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = False, eval_caches: Sequence[Path] = ()) -> TrainSummary:
@@ -49,10 +50,12 @@ def run(config: TrainConfig, caches: Sequence[Path], out: Path, resume: bool = F
         with guard_writing(out):  # before anything slow is loaded
             out.mkdir(parents=True, exist_ok=True)
 
-    from .device import resolve_compute
+    from .device import check_float8, resolve_compute
     from .dist import device_name, join
 
     compute = resolve_compute(device_name(launch, config.run.device), config.run.dtype, config.run.attention)
+    if config.run.float8:
+        check_float8(plan.drafter, config.data.row_tokens, compute)
     with join(launch, config.distributed, compute.device) as processes:
         return _train(plan, out, resume, compute, processes)
 
@@ -63,7 +66,9 @@ def _train(plan: RunPlan, out: Path, resume: bool, compute: Compute, processes: 
     from . import checkpoint
     from .drafter_init import first_drafter
     from .seeds import derive_seed
+    from .split import held_out
     from .target_head import TargetHead
+    from .teacher_source import find_teacher
     from .trainer import Trainer
 
     config = plan.config
@@ -71,71 +76,82 @@ def _train(plan: RunPlan, out: Path, resume: bool, compute: Compute, processes: 
     head = TargetHead(plan.readers[0].path, plan.readers[0].spec, compute.device, compute.dtype)
     generator = torch.Generator().manual_seed(derive_seed("weights", config.run.seed))
     fresh = not checkpoint.list_checkpoints(out)
-    drafter, lines = first_drafter(plan.drafter, config.init, plan.readers, head, generator, fresh)
+    held = [held_out(reader, config.data.eval_fraction) for reader in plan.readers]
+    drafter, lines = first_drafter(plan.drafter, config.init, plan.readers, head, generator, fresh, held)
     _say(processes, *lines)
-    with _rows(plan) as rows, _held_out(plan, head, compute, processes) as evaluate:
+    teacher = find_teacher(plan, head, processes)
+    _say(processes, *teacher.lines)
+    with _rows(plan, compute, teacher) as rows, _held_out(plan, head, compute, processes, teacher) as evaluate:
         trainer = Trainer(config, rows, drafter, head, compute, out, processes, evaluate)
         if processes.first:
             checkpoint.clear_partial(out)
         if not fresh:
             trainer.resume(checkpoint.newest(out))
         if processes.first and resume:
-            _say(processes, *add_life(out, str(compute), processes.size, trainer.step))
+            _say(processes, *add_life(out, str(compute), processes.size, trainer.step, teacher.record))
         elif processes.first:
-            atomic.write_json(out / RUN_JSON, new_record(plan, str(compute), processes.size, trainer.total_steps))
+            atomic.write_json(out / RUN_JSON, new_record(plan, str(compute), processes.size, trainer.total_steps, teacher.record))
         return trainer.train()
 
 
 @contextmanager
-def _rows(plan: RunPlan) -> Iterator[RowLoader]:
+def _rows(plan: RunPlan, compute: Compute, teacher: TeacherSource) -> Iterator[Rows]:
+    from .device_feed import fed
     from .loader import RowLoader
+    from .page_locked import row_memory
 
     rows = RowLoader(
         plan.samples.readers,
         layer_ids=plan.drafter.target_layer_ids,
         row_tokens=plan.config.data.row_tokens,
-        need_verifier=plan.config.loss.label != "data",
+        need_verifier=plan.config.loss.label != "data" and teacher.trained is None,
+        teacher=teacher.trained,
         seed=plan.config.data.seed,
         numbers=plan.samples.numbers,
         chosen=plan.samples.chosen,
+        lanes=plan.config.data.lanes or 1,
+        allocate=row_memory(compute.device),
     )
-    try:
-        yield rows
-    finally:
-        rows.close()
+    with fed(rows, compute.device) as ready:
+        yield ready
 
 
 @contextmanager
-def _held_out(plan: RunPlan, head: TargetHead, compute: Compute, processes: Processes) -> Iterator[Evaluate | None]:
+def _held_out(plan: RunPlan, head: TargetHead, compute: Compute, processes: Processes, teacher: TeacherSource) -> Iterator[Evaluate | None]:
     if not plan.held_readers:
         yield None
         return
+    from .device_feed import fed
     from .holdout import HeldOut
     from .loader import RowLoader
+    from .page_locked import row_memory
 
     rows = RowLoader(
         plan.held_readers,
         layer_ids=plan.drafter.target_layer_ids,
         row_tokens=plan.config.data.row_tokens,
-        need_verifier=True,
+        need_verifier=teacher.held is None,
+        teacher=teacher.held,
         seed=0,
         shuffle=False,
         chosen=lambda _: plan.held,
+        allocate=row_memory(compute.device),
     )
-    try:
-        yield HeldOut(rows, head, compute, plan.config.eval, processes)
-    finally:
-        rows.close()
+    with fed(rows, compute.device) as ready:
+        yield HeldOut(ready, head, compute, plan.config.eval, processes)
 
 
 def _with_rows(config: TrainConfig, recorded_in: Path | None, launch: Launch) -> TrainConfig:
-    """`optim.accumulate_rows` resolved: as given, as the run's first start had it, or one row for each process."""
-    if config.optim.accumulate_rows is not None or config.optim.accumulate_tokens is not None:
-        return config
-    rows = launch.size
-    if recorded_in is not None:
-        rows = read_json(recorded_in / RUN_JSON)["config"]["optim"]["accumulate_rows"]
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"accumulate_rows": rows})})
+    """`optim.accumulate_rows` and `data.lanes` resolved: as given, as the run's first start had them, or one for each process."""
+    rows, lanes = config.optim.accumulate_rows, config.data.lanes
+    recorded = read_json(recorded_in / RUN_JSON)["config"] if recorded_in is not None else None
+    chosen = rows is None and config.optim.accumulate_tokens is None
+    if chosen:
+        rows = launch.size if recorded is None else recorded["optim"]["accumulate_rows"]
+    if lanes is None:
+        lanes = (launch.size if chosen else 1) if recorded is None else recorded["data"].get("lanes")
+    optim, data = config.optim.model_copy(update={"accumulate_rows": rows}), config.data.model_copy(update={"lanes": lanes})
+    return config.model_copy(update={"optim": optim, "data": data})
 
 
 def _say(processes: Processes, *lines: str) -> None:
@@ -150,7 +166,9 @@ def _others(config: TrainConfig, processes: Processes) -> str:
         return ""
     rows = config.optim.accumulate_rows
     uneven = f"; {rows} rows a step do not go evenly into them, so some wait" if rows is not None and rows % processes.size else ""
-    return f", {processes.size} processes ({processes.mode}){uneven}"
+    lanes = config.data.lanes or 1
+    twice = f"; data.lanes={lanes}, so some chunks are decoded by several (--set data.lanes={processes.size})" if lanes % processes.size else ""
+    return f", {processes.size} processes ({processes.mode}){uneven}{twice}"
 
 
 def _check_out(out: Path, resume: bool) -> None:

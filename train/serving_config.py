@@ -1,4 +1,4 @@
-"""A drafter in the words of the serving engines: the config.json of an export, and back.
+"""A drafter in the words of the serving engines: the config.json of an export in the z-lab format, and back.
 
 In: a DrafterSpec. Out: one document that vLLM 0.32, SGLang and `dflash` 0.1.0 all read the same way: what they look for in
 two places stands in both, equal. Pure.
@@ -6,7 +6,6 @@ two places stands in both, equal. Pure.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,11 +50,12 @@ def serving_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
     }
     if not slides:
         config["is_causal"] = False
-    # The drafter's logits go through the target's head; these say how, to engines that take only its matrix.
+    # The drafter's logits go through the target's head; these say how, to engines that take only its matrix. SGLang looks in
+    # dflash_config, the reference in both, vLLM takes logit_scale alone; a draft's most likely token is the same without them.
     if spec.logit_scale != 1.0:
-        config["output_multiplier"] = config["logit_scale"] = spec.logit_scale
+        config["output_multiplier"] = config["logit_scale"] = nested["output_multiplier"] = spec.logit_scale
     if spec.logit_softcap is not None:
-        config["final_logit_softcapping"] = spec.logit_softcap
+        config["final_logit_softcapping"] = nested["final_logit_softcapping"] = spec.logit_softcap
     return config
 
 
@@ -68,8 +68,8 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
         raise InputError("is no DFlash drafter", place=place, found=config.get("architectures"), expected=f"architectures [{ARCHITECTURE!r}]")
     nested = config.get("dflash_config") or {}
 
-    def one(name: str) -> Any:
-        values = [holder[name] for holder in (nested, config) if holder.get(name) is not None]
+    def one(name: str, default: Any = None) -> Any:
+        values = [holder[name] for holder in (nested, config) if holder.get(name) is not None] or ([default] if default is not None else [])
         if not values:
             raise InputError(f"has no {name}", place=place, expected=f"{name} in dflash_config or at the top level")
         if any(value != values[0] for value in values):
@@ -99,46 +99,10 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
             target_layer_ids=tuple(one("target_layer_ids")),
             num_target_layers=config["num_target_layers"],
             vocab_size=config["vocab_size"],
-            logit_scale=config.get("output_multiplier", 1.0),
-            logit_softcap=config.get("final_logit_softcapping"),
+            logit_scale=one("output_multiplier", 1.0),
+            logit_softcap=one("final_logit_softcapping", 0.0) or None,
         )
     except KeyError as error:
         raise InputError(f"has no {error.args[0]}", place=place) from None
     except (TypeError, ValueError) as error:
         raise InputError(f"cannot be used: {problems_of(error)}", place=place) from None
-
-
-def serving_readme(spec: DrafterSpec, dtype: str) -> str:
-    """How to serve the folder."""
-    drafts = spec.block_size - 1
-    blocks = ", ".join(map(str, spec.target_layer_ids))
-    speculative = json.dumps({"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": drafts})
-    window = f"""
-Its sliding layers see {spec.sliding_window} positions and are causal inside a block. In vLLM, a mix of sliding and full layers
-needs `VLLM_USE_V2_MODEL_RUNNER=1`.
-"""
-    return f"""# DFlash drafter
-
-Drafts {drafts} tokens at a time (blocks of {spec.block_size}, the last known token included) for a target with
-{spec.num_target_layers} blocks, hidden size {spec.hidden_size} and {spec.vocab_size} embedding rows. It reads the outputs of the
-target's blocks {blocks} (counted from 0) and uses the target's own embedding and
-output head. Mask token: {spec.mask_token_id}. Weights: {dtype}.
-{window if SLIDING in spec.layer_types else ""}
-In the commands, TARGET is the model that the drafter was trained for and DRAFTER this folder.
-
-vLLM (0.25 or later); the number of speculative tokens is the block size minus 1:
-
-    vllm serve TARGET --speculative-config '{speculative}'
-
-SGLang; the number of draft tokens is the block size:
-
-    python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH \\
-        --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {spec.block_size}
-
-The reference implementation (`pip install dflash`):
-
-    from dflash.model import DFlashDraftModel
-    drafter = DFlashDraftModel.from_pretrained("DRAFTER", dtype="auto")
-
-Written by dflash-cache.
-"""

@@ -7,6 +7,7 @@ reading the samples' keys; no torch.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import xxhash
 from ..common.errors import InputError
 from .reader import CacheReader
 
+KEY_BYTES = 16
 CHOICE_SEED = 0x5EED
 """Tells the choice among a weighted cache's samples from the other things that (seed, epoch) decides."""
 
@@ -28,9 +30,12 @@ def held_out(reader: CacheReader, fraction: float) -> np.ndarray:
 
 
 def key_hashes(reader: CacheReader) -> np.ndarray:
-    """uint64 [S]: xxh3-64 of each sample's key."""
-    keys = np.concatenate([reader.column(part, "sample_key") for part in range(len(reader.parts))])
-    return np.fromiter((xxhash.xxh3_64_intdigest(key.tobytes()) for key in keys), np.uint64, len(keys))
+    """uint64 [S]: xxh3-64 of each sample's key. Kept as long as the reader: ten million take seconds."""
+    if reader not in _hashes:
+        keys = (bytes(column.data) for column in reader.columns("sample_key"))
+        digests = (xxhash.xxh3_64_intdigest(part[at : at + KEY_BYTES]) for part in keys for at in range(0, len(part), KEY_BYTES))
+        _hashes[reader] = np.fromiter(digests, np.uint64, reader.num_samples)
+    return _hashes[reader]
 
 
 def pick(readers: Sequence[CacheReader], allowed: Sequence[np.ndarray], limit: int) -> np.ndarray:
@@ -40,6 +45,9 @@ def pick(readers: Sequence[CacheReader], allowed: Sequence[np.ndarray], limit: i
     picked = np.zeros(len(hashes), bool)
     picked[candidates[np.argsort(hashes[candidates], kind="stable")[:limit]]] = True
     return picked
+
+
+_hashes: weakref.WeakKeyDictionary[CacheReader, np.ndarray] = weakref.WeakKeyDictionary()
 
 
 class EpochSamples:

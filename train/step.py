@@ -15,7 +15,7 @@ from .anchors import Anchors, draw_anchors
 from .attention import Mask
 from .batch import Batch
 from .config import LossConfig
-from .device import Compute
+from .device import Compute, moved
 from .draft_head import OUTSIDE, DraftHead
 from .drafter_spec import SLIDING, DrafterSpec
 from .labels import SlotLabels, slot_labels
@@ -73,12 +73,12 @@ def row_inputs(batch: Batch, compute: Compute, noise: float = 0.0, generator: to
 
     kind: uniform in [-noise, noise), or gaussian of standard deviation `noise`.
     """
-    features_TF = batch.features.to(compute.device).flatten(1).to(compute.dtype)
+    features_TF = moved(batch.features, compute.device).flatten(1).to(compute.dtype)
     if noise:
         empty_TF = torch.empty_like(features_TF, dtype=torch.float32)
         drawn_TF = empty_TF.uniform_(-noise, noise, generator=generator) if kind == "uniform" else empty_TF.normal_(0, noise, generator=generator)
         features_TF = features_TF + drawn_TF.to(compute.dtype)
-    tokens = (tensor.to(compute.device, non_blocking=True) for tensor in (batch.input_ids_T, batch.document_T, batch.position_T))
+    tokens = (moved(tensor, compute.device) for tensor in (batch.input_ids_T, batch.document_T, batch.position_T))
     return RowInputs(features_TF, *tokens)
 
 
@@ -149,8 +149,7 @@ def row_loss(
     assert (draft_head.kept_D is None) == (spec.draft_vocab_size is None), "a pruned drafter needs its own head"
     labels = labels_of(batch, anchors, spec)
     learned = learned_slots(batch, labels, head, draft_head, config, cache)
-    block_M, slot_M = learned.block_M.to(compute.device), learned.slot_M.to(compute.device)
-    carries_AS = labels.carries_AS.to(compute.device)
+    block_M, slot_M, carries_AS = (moved(tensor, compute.device) for tensor in (learned.block_M, learned.slot_M, labels.carries_AS))
     right_AS = torch.zeros_like(carries_AS)
     if not len(block_M):
         return RowLoss(None, replace(none, counts=count_blocks(right_AS, carries_AS)))
@@ -175,7 +174,8 @@ def row_loss(
 def weigher(config: LossConfig, carries_AS: torch.Tensor, block_M: torch.Tensor, slot_M: torch.Tensor) -> Weigh:
     """The weights of the M slots at [block_M, slot_M] of a table of drafted slots, all on one device."""
     if config.position_weights != "dpace":
-        weight_M = slot_weights(carries_AS.shape[1], config.position_weights, config.gamma).to(carries_AS.device)[slot_M]
+        weight_M = slot_weights(carries_AS.shape[1], config.position_weights, config.gamma)
+        weight_M = moved(weight_M, carries_AS.device)[slot_M]
         return lambda _: weight_M
 
     def weigh(confidence_M: torch.Tensor) -> torch.Tensor:
@@ -217,11 +217,11 @@ def learned_slots(
         kept = label_M != OUTSIDE
         block_M, slot_M, row_M, label_M = block_M[kept], slot_M[kept], row_M[kept], label_M[kept]
     teacher = _teacher_logits(batch, row_M, head, draft_head) if config.label == "soft" else None
-    return LearnedSlots(block_M, slot_M, None if label_M is None else label_M.to(head.device), teacher)
+    return LearnedSlots(block_M, slot_M, None if label_M is None else moved(label_M, head.device), teacher)
 
 
 def _teacher_logits(batch: Batch, row_M: torch.Tensor, head: TargetHead, draft_head: DraftHead) -> TeacherLogits:
     assert batch.verifier is not None, "a soft label needs verifier states"
     rows, where_M = torch.unique(row_M, return_inverse=True)
-    verifier_nH, where_M = batch.verifier[rows].to(head.device), where_M.to(head.device)
+    verifier_nH, where_M = batch.verifier_rows(rows, head.device), where_M.to(head.device)
     return lambda part: draft_head.kept_logits(head.teacher_logits(verifier_nH[where_M[part]]))

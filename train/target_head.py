@@ -8,6 +8,7 @@ class; the head is the embedding when tied, and nothing missing is ever made up.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class TargetHead:
         self._norm_dtype = next((p.dtype for p in self.norm.parameters()), torch.bfloat16)
         # A fixed number of rows a product: the result of a row then never depends on which rows were asked for with it.
         self.chunk_rows = 2048 if device.type == "cuda" else 128
+        self._compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the embedding, [..., H], unscaled as all serving engines feed them to the drafter."""
@@ -71,8 +73,17 @@ class TargetHead:
         for start in range(0, len(verifier_nH), self.chunk_rows):
             rows = verifier_nH[start : start + self.chunk_rows]
             filled = F.pad(rows, (0, 0, 0, self.chunk_rows - len(rows)))
-            out[start : start + len(rows)] = self.teacher_logits(filled).max(-1).indices[: len(rows)]
+            out[start : start + len(rows)] = self._most_likely(self.head.product(self.normed(filled)))[: len(rows)]
         return out
+
+    def _most_likely(self, product_nV: torch.Tensor) -> torch.Tensor:
+        """Tokens of the head's products; on a GPU compiled, so that their logits are never written out in float32."""
+        if product_nV.device.type == "cuda" and self._compiled is None:
+            self._compiled = torch.compile(self._largest)
+        return (self._compiled or self._largest)(product_nV)
+
+    def _largest(self, product_nV: torch.Tensor) -> torch.Tensor:
+        return self.head.shape(product_nV).max(-1).indices
 
 
 def load_norm(target: TargetSpec, tensors: dict[str, torch.Tensor], place: str) -> nn.Module:

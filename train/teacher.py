@@ -1,7 +1,7 @@
-"""Teacher tokens: the target's most likely token after each row, computed once per row and remembered per sample.
+"""Teacher tokens: the target's most likely token after each row: as kept in the cache, or computed once and remembered per sample.
 
-In: a row's verifier states and which of its rows are asked for. Out: int64 [T] with the token of each. Remembering changes
-no result, because the head gives each row the same token whatever rows it is asked for with.
+In: a row's kept tokens or its verifier states, and which of its rows are asked for. Out: int64 [T] with the token of each. Neither
+changes a result, because the head gives each row the same token whatever rows it is asked for with.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from .batch import PADDING, Batch
 from .target_head import TargetHead
+from .targets import UNKNOWN
 
-UNKNOWN = -1
 BYTES_PER_TOKEN = 4
 
 
@@ -47,13 +47,16 @@ class TeacherCache:
 def teacher_tokens(batch: Batch, needed_T: torch.Tensor, head: TargetHead, cache: TeacherCache | None = None) -> torch.Tensor:
     """int64 [T] on the CPU: the teacher's token of every row in `needed_T` (bool [T], CPU), UNKNOWN or more elsewhere.
 
-    batch: on the CPU, with verifier states. Only rows that are needed and not yet known go through the target's head.
+    batch: on the CPU, with teacher tokens or verifier states. Only needed rows that are not yet known go through the target's head.
     """
-    known_T = cache.recall(batch) if cache is not None else torch.full((len(needed_T),), UNKNOWN, dtype=torch.int32)
+    if batch.teacher_T is not None:
+        known_T = batch.teacher_T.clone()
+    else:
+        known_T = cache.recall(batch) if cache is not None else torch.full((len(needed_T),), UNKNOWN, dtype=torch.int32)
     rows = (needed_T & (known_T == UNKNOWN)).nonzero().squeeze(1)
     if len(rows):
         assert batch.verifier is not None, "teacher labels need verifier states"
-        known_T[rows] = head.teacher_tokens(batch.verifier[rows].to(head.device)).int().cpu()
+        known_T[rows] = head.teacher_tokens(batch.verifier_rows(rows, head.device)).int().cpu()
         if cache is not None:
             cache.remember(batch, known_T)
     return known_T.long()

@@ -7,11 +7,10 @@ depend on how samples were split into rows or shared among processes. What a ste
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ from .target_head import TargetHead
 from .teacher import TeacherCache
 from .work import Position, Rows, StepWork, total_steps, work
 
+RECOMPILE_LIMIT = 32
+"""Of one function: a layer for each number of blocks (`step.SHAPE_BUCKETS`) and each kind of mask, and some to spare."""
 Samples = tuple[tuple[int, int], ...]
 Evaluate = Callable[[DrafterSpec, dict[str, torch.Tensor]], dict[str, Any]]
 """A drafter's weights judged on held-out samples: `holdout.HeldOut`."""
@@ -73,12 +74,18 @@ class Trainer:
         self.drafter = drafter.to(compute.device).train()
         if config.run.activation_checkpointing:
             recompute_in_backward(self.drafter.layers)
+        if config.run.float8:
+            self.drafter.multiply_in_float8()
+        if compute.compiles(config.run.compile):
+            self.drafter.compile_layers()
         shard(self.drafter, self.drafter.layers, compute, self.processes)
         self.parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.drafter, config.optim)
         self.mean = WeightMean(self.drafter, config.optim.ema_decay) if config.optim.ema_decay is not None else None
         self.teacher = TeacherCache(config.run.teacher_cache_bytes)
         self.draft_head = draft_head(head.head, self.drafter.d2t)
+        if config.run.float8:
+            self.draft_head = replace(self.draft_head, head=self.draft_head.head.with_float8_gradients())
         self.total_steps = total_steps(config.optim, rows)
         self.state = CheckpointState(step=0, epoch=0, row=0, processes=self.processes.size, config=config, drafter=self.drafter.spec)
         self._nonfinite: list[tuple[int, Samples]] = []
@@ -86,7 +93,8 @@ class Trainer:
             import torch._dynamo
 
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of a silent, slow, dense fallback
-        self._forward: Any = replicate(_compiled(self.drafter, compute) if config.run.compile else self.drafter, self.processes)
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self._forward: Any = replicate(self.drafter, self.processes)
 
     @property
     def step(self) -> int:
@@ -188,9 +196,9 @@ class Trainer:
                 if loss is not None:
                     loss.backward()
         whole = self.processes.sum(StepSums(sums, torch.tensor(tokens)))
-        weight, finite = float(whole.loss.weight_sum), math.isfinite(float(whole.loss.loss_sum))
         # the mean over the processes has been taken already: what is missing of the division is weight / size
-        norm = apply_gradients(self.parameters, self.optimizer, weight / self.processes.size, lr, self.config.optim.clip_norm, finite)
+        weight, finite = whole.loss.weight_sum / self.processes.size, whole.loss.loss_sum.isfinite()
+        norm = apply_gradients(self.parameters, self.optimizer, weight, lr, self.config.optim.clip_norm, finite)
         changed = norm is not None
         self.state = self.state.model_copy(
             update={
@@ -203,7 +211,7 @@ class Trainer:
         )
         if changed and self.mean is not None:
             self.mean.update(self.step - self.state.skipped_steps)
-        broken = not changed and weight != 0
+        broken = not changed and bool(weight != 0)
         everyone = self._of_all(samples) if broken or self.config.run.log_samples else ()
         self._judge(changed, broken, everyone)
         window = Window(whole.loss if changed else None, int(whole.tokens), time.monotonic() - started, 1, 0 if changed else 1, norm or 0.0)
@@ -258,7 +266,3 @@ class Trainer:
 
     def _log(self) -> AbstractContextManager[RunLog | None]:
         return RunLog(self.run, self.step, self.config) if self.processes.first else nullcontext()
-
-
-def _compiled(drafter: Drafter, compute: Compute) -> Any:
-    return torch.compile(drafter, dynamic=False if compute.attention == "flex" else None)

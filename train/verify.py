@@ -24,6 +24,8 @@ from ..common.progress import ProgressBar
 from ..common.small_arrays import read_small
 from ..common.spec import CacheSpec
 from .reader import CacheReader
+from .targets import find, scan
+from .teacher_targets import TeacherTargets
 from .verify_report import Problem, VerifyReport
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
     if not parts:
         report.problems.append(Problem(str(cache), "holds no samples yet"))
     keys: dict[bytes, str] = {}
+    sound: dict[str, PartManifest] = {}
     with ProgressBar("verify", total=len(parts)) as bar:
         for part in parts:
             entry = f"{layout.PARTS}/{part.name}"
@@ -76,9 +79,12 @@ def verify(cache: Path, *, teacher: bool = True) -> VerifyReport:
             before = len(report.problems)
             for damage in _check_part(part, part_manifest, found, report, keys):
                 report.add(damage, entry)
-            if check is not None and len(report.problems) == before:
-                _check_teacher(part, part_manifest, check, report)
+            if len(report.problems) == before:
+                sound[part.name] = part_manifest
+                if check is not None:
+                    _check_teacher(part, part_manifest, check, report)
             bar.update(1, f"{report.bytes_read / 1e9:.2f} GB")
+    _check_targets(cache, found, sound, report)
     if report.tokens and check is not None and report.ok:
         _compare_with_data(cache, check, report)
     total = report.fidelity_exact + report.fidelity_near_ties + report.fidelity_different
@@ -107,6 +113,27 @@ def _check_rejects(cache: Path, report: VerifyReport) -> None:
                     raise ValueError("a line is no reject")
     except (OSError, ValueError, RecursionError) as error:
         report.add(CacheDamaged(f"is no list of rejects: {error}", place=str(path)), layout.REJECTS)
+
+
+def _check_targets(cache: Path, found: CacheSpec, sound: dict[str, PartManifest], report: VerifyReport) -> None:
+    """Targets of parts that are sound; those of another part of that name are stale, which harms nothing."""
+    groups, odd = scan(cache)
+    for path in odd:
+        report.add(CacheDamaged("is no group of targets", place=str(path)), path.relative_to(cache).as_posix())
+    for path in groups:
+        try:
+            targets = find(path)
+            part = sound.get(path.name)
+            if part is None or part.digest != targets.manifest.part_digest:
+                report.stale_targets += 1
+                continue
+            reader = CacheReader.of_part(cache / layout.PARTS / path.name, part, found)
+            TeacherTargets(reader, targets.manifest.head).is_whole(0)
+        except CacheDamaged as error:
+            report.add(error, path.relative_to(cache).as_posix())
+            continue
+        report.targets += 1
+        report.bytes_read += targets.stored_bytes
 
 
 def _check_part(part: Path, found: PartManifest, cache: CacheSpec, report: VerifyReport, keys: dict[bytes, str]) -> Iterator[CacheDamaged]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..common import layout
 from ..common.errors import REPAIR, DflashError
+from .targets import AGAIN
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class VerifyReport:
     teacher_tokens: int = 0
     """Supervised tokens on which the teacher was compared with the data."""
     teacher_equals_data: int = 0
+    targets: int = 0
+    """Groups of teacher tokens kept beside the parts that are whole."""
+    stale_targets: int = 0
+    """Groups made of a part that is gone, was replaced or is damaged: never used, made anew by `dflash targets`."""
 
     def add(self, error: DflashError, entry: str) -> None:
         """List an error as a problem of `entry`; the way out of all of them is told once, at the end."""
@@ -74,6 +80,11 @@ class VerifyReport:
         )
         if self.damaged:
             lines.append(f"damaged: {', '.join(self.damaged)}. {REPAIR[0].upper()}{REPAIR[1:]}".replace("CACHE", self.path))
+        if any(entry.split("/")[0] == layout.TARGETS for entry in self.damaged):
+            lines.append(f"targets are derived: {AGAIN}".replace("CACHE", self.path))
+        if self.targets or self.stale_targets:
+            stale = f"; {self.stale_targets} stale, never used" if self.stale_targets else ""
+            lines.append(f"targets: {self.targets} groups of teacher tokens, all whole{stale}")
         if self.fidelity is not None:
             lines.append(
                 f"teacher fidelity: {self.fidelity:.2%} of samples give the engine's own next token "

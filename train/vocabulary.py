@@ -14,17 +14,19 @@ from ..common.errors import InputError
 from .reader import CacheReader
 
 
-def supervised_counts(readers: Sequence[CacheReader]) -> np.ndarray:
+def supervised_counts(readers: Sequence[CacheReader], held: Sequence[np.ndarray] | None = None) -> np.ndarray:
     """int64 [V]: how often each token is one that a drafter would be asked for; next tokens included.
 
+    held: bool [S] of each reader, samples that are not looked at because an evaluation will be; None: all are.
     The ids must be known to lie inside the vocabulary, which `CacheReader.token_counts` checks.
     """
     size = readers[0].spec.settings.target.vocab_size
     total = np.zeros(size, np.int64)
-    for reader in readers:
+    for reader, held_S in zip(readers, held or [np.zeros(reader.num_samples, bool) for reader in readers]):
         for part in range(len(reader.parts)):
-            following = reader.column(part, "next_token")
-            ids = reader.column(part, "input_ids")[reader.column(part, "loss_mask").astype(bool)]
+            chosen, lengths = ~held_S[reader.part_of == part], reader.lengths[reader.part_of == part]
+            following = reader.column(part, "next_token")[chosen]
+            ids = reader.column(part, "input_ids")[reader.column(part, "loss_mask").astype(bool) & np.repeat(chosen, lengths)]
             total += np.bincount(ids, minlength=size) + np.bincount(following[following >= 0], minlength=size)
     return total
 

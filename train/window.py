@@ -30,8 +30,8 @@ def cut_windows(cache_S: np.ndarray, part_S: np.ndarray, start_S: np.ndarray, wi
 
     A sample belongs to the window in which its first row lies. window_tokens should be a multiple of the chunk.
     """
-    cell = np.stack([cache_S.astype(np.int64), part_S.astype(np.int64), start_S // window_tokens])
-    changes = np.flatnonzero((np.diff(cell, axis=1) != 0).any(axis=0)) + 1
+    cells = (cache_S, part_S, start_S // window_tokens)
+    changes = np.flatnonzero(np.logical_or.reduce([cell[1:] != cell[:-1] for cell in cells])) + 1
     first = np.concatenate([[0], changes]).astype(np.int64)
     stop = np.concatenate([changes, [len(start_S)]]).astype(np.int64)
     window_of = np.repeat(np.arange(len(first), dtype=np.int32), stop - first)

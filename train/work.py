@@ -1,8 +1,9 @@
 """Work: an epoch's rows cut into optimizer steps, and a step's rows dealt to the processes.
 
 In: a loader of rows, where to start, and how large a step is. Out: for each step its rows, of which this process reads its
-own. A row's place in its step decides what is drawn for it and who reads it, so that every number of processes takes the
-same steps over the same rows: each once an epoch, in one order.
+own. A row's place in its step decides what is drawn for it, so that every number of processes takes the same steps over the
+same rows: each once an epoch, in one order. Its number decides who reads it: of consecutive rows each process reads one in turn,
+which with lanes (`lanes.py`) leaves a process the same lanes throughout.
 """
 
 from __future__ import annotations
@@ -62,16 +63,22 @@ def work(rows: Rows, start: Position, config: OptimConfig, rank: int = 0, size: 
     """
     end = None if config.steps is not None else _end(rows, config)
     members: list[tuple[int, Iterator[Batch] | None]] = []  # of the step being filled; where to read the row, if it is ours
-    filled = 0
+    filled, begun = 0, start.row
     for epoch in itertools.count(start.epoch):
         first, count = start.row if epoch == start.epoch else 0, rows.rows_per_epoch(epoch)
         if not count:
             raise RunFailed("the caches give no rows", place=f"epoch {epoch}")
         places, closes = _cut(_costs(rows, epoch, config, first, count), _limit(config), len(members), filled)
-        mine = [first + at for at, place in enumerate(places) if place % size == rank]
+        if not members:
+            begun = first
+        readers = []  # by a row's number within its epoch; a step over the border goes on counting, so that all read as much of it
+        for row, place, (is_full, _) in zip(range(first, count), places, closes):
+            readers.append((begun + place) % size)
+            begun = row + 1 if is_full else begun
+        mine = [first + at for at, reader in enumerate(readers) if reader == rank]
         source = rows.epoch(epoch, first) if size == 1 else rows.epoch(epoch, rows=mine)
-        for row, place, (is_full, held) in zip(range(first, count), places, closes):
-            members.append((place, source if place % size == rank else None))
+        for row, reader, (is_full, held) in zip(range(first, count), readers, closes):
+            members.append((len(members), source if reader == rank else None))
             after, filled = Position(epoch, row + 1), held
             if is_full or after == end:
                 yield StepWork(len(members), ((at, next(where)) for at, where in members if where is not None), after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from dflash_cache.common import planes
 
@@ -49,3 +50,26 @@ def test_packed_nibbles_come_back():
     exponent, packed = planes.encode(bits, 3)
     assert packed.shape == (len(bits), 1)
     assert np.array_equal(planes.decode(exponent, packed, 3), bits)
+
+
+@pytest.mark.parametrize("mantissa_bits", [7, 3])
+@pytest.mark.parametrize("block", [64, 1 << 20])
+def test_encoding_in_blocks_equals_encoding_at_once_on_every_pattern(monkeypatch, mantissa_bits, block):
+    monkeypatch.setattr(planes, "ENCODE_BLOCK", block)
+    bits = np.random.default_rng(0).permutation(1 << 16).astype(np.uint16).reshape(-1, 32)
+    finite = bits[planes.is_finite(bits).all(1)]
+    for rows in (bits, finite, bits[:3], bits[:0]):
+        wanted = planes.encode(rows, mantissa_bits)
+        found = tuple(np.full_like(plane, 0xAA) for plane in wanted)
+        planes.encode_into(rows, mantissa_bits, *found)
+        assert np.array_equal(found[0], wanted[0])
+        assert np.array_equal(found[1], wanted[1])
+
+
+def test_one_pattern_that_is_not_finite_is_found_among_all_that_are():
+    every = np.arange(1 << 16, dtype=np.uint16)
+    finite = every[planes.is_finite(every)]
+    assert planes.all_finite(finite)
+    assert planes.all_finite(finite[:0])
+    for odd in every[~planes.is_finite(every)]:
+        assert not planes.all_finite(np.array([0, odd, 0xBF80, 0x3F80], np.uint16)), hex(odd)

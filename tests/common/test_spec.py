@@ -21,6 +21,20 @@ def test_a_changed_setting_is_refused_by_name(tmp_path, make):
         specs.check_same_settings(tmp_path, make.spec(), make.spec(layer_ids=(1, 2)))
 
 
+def test_settings_of_sampling_that_came_later_leave_the_fingerprint_of_earlier_caches_as_it_was(tmp_path, make):
+    def spec(**sampling):
+        settings = make.spec().settings
+        generation = specs.GenerationSpec(max_new_tokens=8, temperature=1.0, seed=0, **sampling)
+        return specs.CacheSpec(settings=settings.model_copy(update={"generation": generation}))
+
+    assert specs.as_written(spec().settings)["generation"] == {"max_new_tokens": 8, "temperature": 1.0, "seed": 0}
+    assert spec().fingerprint == spec(top_p=1.0, top_k=0).fingerprint != spec(top_k=5).fingerprint
+    specs.save(tmp_path, spec(top_p=0.9))
+    assert specs.load(tmp_path) == spec(top_p=0.9)
+    with pytest.raises(InputError, match=r"generation\.top_p: the cache has 0\.9, this run has 1\.0"):
+        specs.check_same_settings(tmp_path, specs.load(tmp_path), spec())
+
+
 def test_limits_and_provenance_may_differ(tmp_path, make):
     specs.check_same_settings(tmp_path, make.spec(), make.spec(part_tokens=99))
 

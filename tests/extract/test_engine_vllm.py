@@ -1,4 +1,4 @@
-"""The real vLLM engine on the CPU, against the transformers engine and against itself. Three engine starts in all."""
+"""The real vLLM engine on the CPU, against the transformers engine and against itself. Four engine starts in all."""
 
 from __future__ import annotations
 
@@ -65,9 +65,18 @@ def single(tiny_llama: Path, folder: Path) -> dict[int, Stored]:
 
 
 @pytest.fixture(scope="module")
+def pressed(tiny_llama: Path, folder: Path) -> dict[int, Stored]:
+    """vLLM, at most eight documents at once, in a third order, with a KV cache that holds little more than the longest one."""
+    blocks = {"max_num_seqs": 8, "num_gpu_blocks_override": 32, "max_num_batched_tokens": STEP_TOKENS}
+    config = settings(tiny_llama, folder, "pressed", seed=11, engine_args=blocks)
+    run(config)
+    return read_all(config.cache)
+
+
+@pytest.fixture(scope="module")
 def generated(tiny_llama: Path, folder: Path, make_check: Any) -> tuple[ExtractSummary, dict[int, Stored]]:
-    """vLLM writes the answers, sampled."""
-    config = settings(tiny_llama, folder, "generated", generate=True, max_new_tokens=8, temperature=1.0)
+    """vLLM writes the answers, sampled from the two likeliest tokens."""
+    config = settings(tiny_llama, folder, "generated", generate=True, max_new_tokens=8, temperature=0.7, top_k=2)
     summary = run(config, make_check)
     return summary, read_all(config.cache)
 
@@ -113,12 +122,16 @@ def test_a_shared_prefix_has_all_its_rows_in_both_documents(batched: Any):
     assert relative_errors(stored[13].states_TCH[:100], stored[14].states_TCH[:100]).max() < 0.03
 
 
-def test_neither_batch_nor_order_changes_what_is_stored(batched: Any, single: dict[int, Stored]):
+@pytest.mark.parametrize("other", ["single", "pressed"])
+def test_neither_batch_nor_order_nor_a_full_kv_cache_changes_what_is_stored(batched: Any, other: str, request: pytest.FixtureRequest):
+    """Ids and masks exactly; states to 5 %: a product of other sizes adds in another order, and each of six blocks rounds to 2^-8."""
     _, _, stored = batched
-    assert sorted(single) == sorted(stored)
-    for row, alone in single.items():
-        assert stored[row].ids.tolist() == alone.ids.tolist()
-        assert relative_errors(stored[row].states_TCH, alone.states_TCH).max() < 0.05
+    found: dict[int, Stored] = request.getfixturevalue(other)
+    assert sorted(found) == sorted(stored)
+    for row, again in found.items():
+        assert stored[row].ids.tolist() == again.ids.tolist()
+        assert stored[row].mask.tolist() == again.mask.tolist()
+        assert relative_errors(stored[row].states_TCH, again.states_TCH).max() < 0.05
 
 
 def test_the_same_command_again_adds_nothing_and_starts_no_engine(batched: Any, monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +155,7 @@ def test_generation_stores_prompt_and_answer_of_one_pass(generated: Any, tiny_ll
         assert found.mask.tolist() == [0] * len(prompt) + [1] * (len(answer) - 1)
         assert len(found.states_TCH) == len(prompt) + len(answer) - 1
     sampled_differently = sum(found.next_token != found.top1 for found in stored.values())
-    assert sampled_differently > 0  # at temperature 1 what was sampled is not always what was likeliest
+    assert sampled_differently > 0  # at this temperature what was sampled is not always what was likeliest
     assert summary.supervised_tokens == sum(int(found.mask.sum()) + 1 for found in stored.values())
 
 
@@ -159,6 +172,28 @@ def test_generated_rows_have_the_states_of_a_second_prefill(generated: Any, tiny
             model(input_ids=torch.from_numpy(stored[row].ids.astype(np.int64))[None])
         expected = torch.stack([outputs[layer][0] for layer in (0, 2, 4, 5)], 1).float().numpy()
         assert relative_errors(stored[row].states_TCH, expected).max() < 0.05
+
+
+def test_answers_are_sampled_at_the_temperature_and_from_the_tokens_that_were_asked_for(generated: Any, tiny_llama: Path):
+    """vLLM's own sampler on a CPU samples at arbitrary temperatures and dies of a top-k (cpu_sampling)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _, stored = generated
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).eval()
+    first, expected = [], []
+    for found in stored.values():
+        ids = [*found.ids.tolist(), found.next_token]
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor(ids)[None]).logits[0].float()
+        for place in [*np.flatnonzero(found.mask).tolist(), len(ids) - 1]:
+            likely = logits_TV[place - 1].topk(2).values
+            assert logits_TV[place - 1, ids[place]] > likely[1] - 0.3  # near ties aside
+            first.append(bool(logits_TV[place - 1, ids[place]] == likely[0]))
+            expected.append(float((likely / 0.7).softmax(0)[0]))
+    chance = np.array(expected)
+    assert len(chance) > 100
+    assert abs(np.sum(first) - chance.sum()) < 4 * np.sqrt((chance * (1 - chance)).sum())
 
 
 def test_a_failure_of_the_writer_in_the_worker_ends_the_run_as_itself():

@@ -30,7 +30,10 @@ VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2
 ROTARY_3D = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 SEEING: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"text_config": tiny.LINEAR, "vision_config": VISION | {"num_position_embeddings": 16}},
-    "Qwen3VL": {"text_config": {"rope_parameters": ROTARY_3D}, "vision_config": VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [1]}},
+    "Qwen3VL": {
+        "text_config": {"rope_parameters": ROTARY_3D},
+        "vision_config": VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+    },
     "Qwen2_5_VL": {"text_config": {"rope_parameters": ROTARY_3D}, "vision_config": VISION},
     "Gemma3": {
         "text_config": {"sliding_window": 16, "query_pre_attn_scalar": 32},

@@ -16,6 +16,7 @@ from fake_engine import FakeEngine
 from dflash_cache.common.errors import DiskFull, InputError
 from dflash_cache.extract import preflight as preflight_module
 from dflash_cache.extract import run as run_module
+from dflash_cache.extract.capture import gives_hidden_states, vllm_folder
 from dflash_cache.extract.config import ExtractConfig
 from dflash_cache.extract.devices import divide_devices, visible_devices
 from dflash_cache.extract.preflight import check_folder, uses_latent_attention
@@ -81,7 +82,7 @@ def test_what_is_stored_already_needs_no_space(extract: Any, monkeypatch: pytest
 
 def test_every_process_needs_space_for_a_part_of_its_own(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     spec = make.spec()  # 64 tokens a part, 4 x 8 values
-    documents = SimpleNamespace(length=lambda number: 100)
+    documents = SimpleNamespace(rows=lambda number, answer, longest: 100)
     one = 64 * 64 * 0.69
     with_free(monkeypatch, 2.5 * one)
     for workers, refused in ((1, False), (2, False), (3, True)):
@@ -175,3 +176,60 @@ def test_processes_that_the_machine_cannot_have_are_refused(extract: Any, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(InputError, match=problem):
         extract(**fields)
+
+
+def test_a_class_that_gives_no_hidden_states_is_refused_for_vllm_before_a_row_is_read(
+    extract: Any, no_rows: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    write_vllm(tmp_path / "vllm", "class LlamaForCausalLM(nn.Module): pass")
+    monkeypatch.setattr(preflight_module, "vllm_folder", lambda: tmp_path / "vllm")
+    with pytest.raises(InputError, match=r"(?s)class whose hidden states .*LlamaForCausalLM") as error:
+        extract(engine="vllm")
+    assert error.value.exit_code == 2
+
+
+VLLM_SOURCES = {
+    "no base that has it": ("class LlamaForCausalLM(nn.Module, SupportsPP): pass", False),
+    "a base that has it": ("class LlamaForCausalLM(nn.Module, SupportsPP, SupportsEagle3): pass", True),
+    "a base of a base in another file": ("from .other import Parent\nclass LlamaForCausalLM(Parent): pass", True),
+    "a base imported from the package itself": ("from vllm.model_executor.models.other import Parent as P\nclass LlamaForCausalLM(P): pass", True),
+    "a base of another file that has it not": ("from .other import Orphan\nclass LlamaForCausalLM(Orphan): pass", False),
+    "another name for a class": ("from .other import Parent as LlamaForCausalLM", True),
+    "the attribute alone": ("class LlamaForCausalLM(nn.Module):\n    supports_eagle3 = True", True),
+    "a base that is made by a call": ("class LlamaForCausalLM(make_base(), nn.Module): pass", None),
+    "a base that is not there": ("from .missing import Parent\nclass LlamaForCausalLM(Parent): pass", None),
+    "a class that is its own base": ("class LlamaForCausalLM(LlamaForCausalLM): pass", None),
+    "no such class": ("", None),
+}
+
+
+@pytest.mark.parametrize("name", VLLM_SOURCES)
+def test_the_interface_is_found_by_following_the_bases(tmp_path: Path, name: str):
+    source, expected = VLLM_SOURCES[name]
+    write_vllm(tmp_path / "vllm", source)
+    assert gives_hidden_states("LlamaForCausalLM", tmp_path / "vllm") is expected
+    assert gives_hidden_states("NobodyKnowsForCausalLM", tmp_path / "vllm") is None
+
+
+def write_vllm(folder: Path, llama: str) -> None:
+    """A package with a registry, interfaces and two files of models."""
+    models = folder / "model_executor" / "models"
+    models.mkdir(parents=True)
+    head = "from torch import nn\nfrom .interfaces import SupportsEagle3, SupportsPP\n"
+    (models / "registry.py").write_text('_TEXT = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}\n')
+    (models / "interfaces.py").write_text(
+        "from typing import Protocol\nclass SupportsPP(Protocol): pass\nclass SupportsEagle3(SupportsPP, Protocol): pass\n"
+    )
+    (models / "other.py").write_text(head + "class Parent(nn.Module, SupportsEagle3): pass\nclass Orphan(nn.Module): pass\n")
+    (models / "llama.py").write_text(head + llama + "\n")
+
+
+@pytest.mark.vllm
+def test_the_answers_are_those_of_the_installed_vllm():
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    folder = vllm_folder()
+    assert folder is not None
+    for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM", "Phi3ForCausalLM"):
+        assert gives_hidden_states(architecture, folder) is supports_eagle3(ModelRegistry.models[architecture].load_model_cls()), architecture

@@ -15,7 +15,7 @@ import tiny_target as tiny
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.config import ExtractConfig
 from dflash_cache.extract.plan import make_plan
-from dflash_cache.extract.prepare import LATER_TURNS, Prepared, make_converter, prepare
+from dflash_cache.extract.prepare import Prepared, make_converter, prepare
 from dflash_cache.extract.run import run
 from dflash_cache.train.reader import CacheReader
 
@@ -139,17 +139,33 @@ def test_names_of_columns_and_roles_can_be_given(settings, tmp_path):
         make_plan(settings(data, columns={"promt": "ask"}))
 
 
-def test_prompts_of_several_turns_are_asked_the_first_and_the_rest_is_noted(settings, tmp_path):
-    data = tiny.write_jsonl(tmp_path / "d.jsonl", [{"turns": ["one", "two"]}, {"text": "no question"}])
+def test_prompts_of_several_turns_are_one_document_or_a_sample_each_and_duplicates_are_found_turn_by_turn(settings, tmp_path):
+    data = tiny.write_jsonl(tmp_path / "d.jsonl", [{"turns": ["one", "two"]}, {"text": "no question"}, {"turns": ["one", "2"]}])
     found = prepared(settings(data, generate=True))
-    assert (len(found.documents), found.notes[LATER_TURNS]) == (1, 1)
-    assert found.rejects[0].reason == "a row of shape text holds no question to answer"
+    assert (len(found.documents), [len(found.documents.keys(number)) for number in (0, 1)], found.more_turns) == (2, [1, 1], 0)
+    assert [reject.reason for reject in found.rejects] == ["a row of shape text holds no question to answer"]
+    each = prepared(settings(data, generate=True, turns="each"))
+    assert ([len(each.documents.keys(number)) for number in (0, 1)], each.more_turns) == ([2, 1], 2)
+    assert each.rejects[1].reason == "duplicate of row 0 (turn 1)"
+    assert [each.documents.keys(number)[-1] for number in (0, 1)] == [found.documents.key(number) for number in (0, 1)]
+    both = each.documents[0]
+    assert [len(one.keys) for one in each.documents.take([0, 1], {both.key})] == [1, 1]
+    assert both.script.rounds == ([{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}])
 
 
 def test_settings_that_contradict_each_other_are_refused(settings, tmp_path):
-    for fields in ({"generate": True, "supervise": "last"}, {"turns": "each", "supervise": "all"}, {"generate": True, "turns": "each"}):
-        with pytest.raises(ValueError, match=r"supervise|turns"):
+    written = {"generate": True, "temperature": 1.0}
+    for fields in (
+        {"turns": "each", "supervise": "all"},
+        {"turns": "each", "supervise": "last", **written},
+        {"overlong": "truncate", **written},
+        {"min_supervised": 2, **written},
+        {"top_p": 0.9, "generate": True},
+        {"top_k": 5},
+    ):
+        with pytest.raises(ValueError, match=next(iter(fields))):
             settings(tmp_path, **fields)
+    assert settings(tmp_path, top_p=0.9, top_k=5, **written).top_k == 5
 
 
 def test_a_template_of_ones_own_is_used_stored_and_part_of_the_settings(settings, tmp_path):
@@ -195,6 +211,9 @@ def test_reasons_and_shapes_are_in_the_json_summary(settings, tmp_path):
 def test_settings_that_no_cache_may_have_are_the_users_error(settings, tmp_path, fields, problem):
     data = tiny.write_jsonl(tmp_path / "d.jsonl", [tiny.chat("hi", "yo")])
     if "model" in fields:
-        fields = fields | {"model": str(tiny.build_target(tmp_path / "wide", hidden_size=2048, num_hidden_layers=2, intermediate_size=8)), "layers": (0,)}
+        fields = fields | {
+            "model": str(tiny.build_target(tmp_path / "wide", hidden_size=2048, num_hidden_layers=2, intermediate_size=8)),
+            "layers": (0,),
+        }
     with pytest.raises(InputError, match=problem):
         make_plan(settings(data, **fields))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from test_spans import check, conversations
 
 from dflash_cache.extract.conversation import make_conversation
+from dflash_cache.extract.engine import Document
+from dflash_cache.extract.script import Script, rounds_of, turn_keys
 from dflash_cache.extract.tokens import NOT_PRESENT, ConversationTokenizer, Tokenized, load_tokenizer, special_token_ids
+from dflash_cache.extract.turns import REWRITTEN, Turn, Turns
 
 FOLDER = Path(os.environ.get("DFLASH_QWEN3_TOKENIZER") or Path(__file__).parents[2] / ".venv/reference/qwen3-tokenizer")
 pytestmark = pytest.mark.skipif(not (FOLDER / "tokenizer.json").is_file(), reason=f"no Qwen3 tokenizer in {FOLDER}")
@@ -62,3 +67,57 @@ def test_qwen3_rows_have_its_ids_and_only_the_assistants_tokens_supervised(messa
 @given(messages=conversations())
 def test_qwen3_texts_are_those_of_the_plain_twin(messages: list[dict[str, Any]]):
     check("thinking", qwen3(), messages)
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template_args", "answers", "learned", "notes"),
+    [
+        ({}, (THOUGHT + "Paris", THOUGHT + "Rome"), "", (REWRITTEN,)),
+        ({"enable_thinking": False}, ("Paris", "Rome"), "Paris<|im_end|>Rome<|im_end|>", ()),
+        ({}, ("Paris", THOUGHT + "Rome"), "Paris<|im_end|>", (REWRITTEN,)),
+    ],
+)
+def test_a_qwen3_conversation_is_asked_as_a_server_would_and_only_answers_that_stand_are_learned(
+    template_args: dict[str, Any], answers: tuple[str, ...], learned: str, notes: tuple[str, ...]
+):
+    questions = ("France?", "Italy?", "Spain?")
+    conversation = make_conversation([USER | {"content": questions[0]}], pending=[[USER | {"content": text}] for text in questions[1:]])
+    end = qwen3().convert_tokens_to_ids("<|im_end|>")
+    job: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            model=str(FOLDER),
+            trust_remote_code=False,
+            chat_template=None,
+            max_length=512,
+            template_args=template_args,
+            supervise="assistant",
+            turns="all",
+        ),
+        target=SimpleNamespace(folder=FOLDER, spec=SimpleNamespace(vocab_size=151936)),
+        spec=SimpleNamespace(provenance=SimpleNamespace(created_at="")),
+        stop_token_ids=(end,),
+    )
+
+    def asked(messages: list[dict[str, Any]]) -> np.ndarray:
+        return np.array(
+            qwen3().apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template_args), np.int32
+        )
+
+    rounds = rounds_of(conversation)
+    first = asked(rounds[0])
+    keys = turn_keys(conversation, rounds, first)
+    script = Script(tuple(rounds), keys, keys[-1:], 0, None, template_args)
+    turns, messages = Turns(job), list(rounds[0])
+    turn: Any = Turns.first(Document(keys[-1], "data", 0, first, np.zeros(len(first), np.uint8), script))
+    for answer, next_round in zip(answers, rounds[1:], strict=True):
+        assert not turn.stored
+        turn = turns.following(turn, np.array(qwen3()(answer + "<|im_end|>")["input_ids"], np.int32))
+        assert isinstance(turn, Turn)
+        messages += [{"role": "assistant", "content": answer}, *next_round]
+        assert turn.document.input_ids.tolist() == asked(messages).tolist()
+    assert turn.stored
+    assert (qwen3().decode(turn.document.input_ids[turn.document.loss_mask == 1]), turn.notes) == (learned, notes)
+    assert turns.following(turn, np.array([end], np.int32)) == []

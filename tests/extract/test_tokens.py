@@ -12,6 +12,7 @@ import tiny_target as tiny
 from dflash_cache.common.errors import InputError
 from dflash_cache.extract.conversation import make_conversation, parse_conversation
 from dflash_cache.extract.rejects import RowRejected
+from dflash_cache.extract.sample_key import sample_key
 from dflash_cache.extract.shapes import PlainText, TokenRow
 from dflash_cache.extract.template import chat_template_hash
 from dflash_cache.extract.tokens import (
@@ -23,7 +24,6 @@ from dflash_cache.extract.tokens import (
     Tokenized,
     eos_token_ids,
     load_tokenizer,
-    sample_key,
     special_token_ids,
 )
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from dflash_cache.common.errors import InputError
-from dflash_cache.extract.vllm_setup import EngineLog, check_engine_args, vllm_version
+from dflash_cache.extract.vllm_setup import EngineLog, StartLimit, check_engine_args, vllm_version
 
 
 def fake_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
@@ -70,3 +72,29 @@ def test_the_worker_side_knows_neither_engine_nor_run_nor_dataset():
         source = (folder / name).read_text()
         for forbidden in (".engine", ".run", ".dataset", ".config", ".tokens", ".prepare"):
             assert f"from {forbidden}" not in source, (name, forbidden)
+
+
+def test_an_engine_that_never_starts_is_ended_and_nothing_else_is():
+    context = multiprocessing.get_context("fork")
+    before = context.Process(target=time.sleep, args=(60,))
+    before.start()
+    with StartLimit(0.2) as limit:
+        engine = context.Process(target=time.sleep, args=(60,))
+        engine.start()
+        engine.join(30)
+    assert limit.passed
+    assert engine.exitcode == -9
+    assert before.is_alive()
+    before.kill()
+    before.join()
+
+
+def test_an_engine_that_starts_in_time_lives_on():
+    with StartLimit(0.2) as limit:
+        engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        engine.start()
+    engine.join(0.4)
+    assert not limit.passed
+    assert engine.is_alive()
+    engine.kill()
+    engine.join()

@@ -130,7 +130,9 @@ def test_the_head_of_gpt_neox_is_found_under_its_own_name(tmp_path: Path):
     assert (target.embedding_key, target.head_key) == ("gpt_neox.embed_in.weight", "embed_out.weight")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"model.norm.weight": "../../outside.safetensors"}}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": {"model.norm.weight": "../../outside.safetensors"}}', '{"weight_map": {"a": 1}}']
+)
 def test_an_index_that_is_none_or_leads_outside_is_refused(tiny_llama: Path, tmp_path: Path, content: str):
     folder = copy(tiny_llama, tmp_path)
     (folder / "model.safetensors.index.json").write_text(content)

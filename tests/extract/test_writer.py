@@ -18,7 +18,8 @@ from dflash_cache.common import layout, manifest
 from dflash_cache.common import spec as specs
 from dflash_cache.common.errors import CacheDamaged, DiskFull, InputError
 from dflash_cache.common.shard import ShardWriter
-from dflash_cache.extract.part import PartBuilder, default_threads
+from dflash_cache.extract.encoder import ChunkEncoder, default_threads
+from dflash_cache.extract.part import PartBuilder
 from dflash_cache.extract.writer import CacheWriter, open_cache, stored_keys
 
 
@@ -191,24 +192,111 @@ def test_stored_keys_refuse_a_damaged_part(write_cache):
         stored_keys(cache, spec)
 
 
+def written_files(cache: Path) -> dict[Path, bytes]:
+    return {path.relative_to(cache): path.read_bytes() for path in (cache / layout.PARTS).rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("mantissa_bits", [7, 3])
-def test_one_and_four_threads_write_identical_files(tmp_path, make, mantissa_bits):
+def test_neither_threads_nor_overlapping_change_a_byte(tmp_path, make, mantissa_bits):
     spec = make.spec(hidden=64, layer_ids=(0, 1, 2, 3, 4), mantissa_bits=mantissa_bits, part_tokens=200)
     written = []
-    for threads in (1, 4):
-        cache = tmp_path / str(threads)
+    for threads, overlapped in ((1, False), (4, False), (1, True), (4, True), (12, True)):
+        cache = tmp_path / f"{threads}{overlapped}"
         open_cache(cache, spec)
-        writer = CacheWriter(cache, spec, threads=threads)
+        writer = CacheWriter(cache, spec, threads=threads, overlapped=overlapped)
         for number in range(12):
             writer.add(make.sample(number, 37, spec))
         writer.close()
-        written.append({path.relative_to(cache): path.read_bytes() for path in (cache / layout.PARTS).rglob("*") if path.is_file()})
+        assert (writer.samples, writer.parts, writer.pending_tokens) == (12, 2, 0)
+        written.append(written_files(cache))
     assert len(written[0]) == 2 * (12 + 1 + 2 + 4 + 2 * 9)  # shards, zarr.json of the part, its groups, its planes; small arrays
+    assert all(files == written[0] for files in written)
+
+
+def test_chunks_that_are_encoded_in_any_order_are_stored_in_theirs(tmp_path, make, monkeypatch):
+    """The first layers of early chunks are held up, so that later chunks overtake them."""
+    spec = make.spec(hidden=64, layer_ids=(0, 1), part_tokens=10**6)
+    samples = [make.sample(number, 37, spec) for number in range(8)]
+    real = ChunkEncoder._encode
+
+    def late(self, number, layer, rows):
+        time.sleep(0.03 if (number + layer) % 3 == 0 else 0)
+        real(self, number, layer, rows)
+
+    written = []
+    for threads in (1, 8):
+        cache = tmp_path / str(threads)
+        open_cache(cache, spec)
+        writer = CacheWriter(cache, spec, threads=threads, overlapped=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkEncoder, "_encode", late if threads > 1 else real)
+            for sample in samples:
+                writer.add(sample)
+            writer.close()
+        written.append(written_files(cache))
     assert written[0] == written[1]
 
 
-def test_the_threads_are_as_many_as_the_cores_and_at_most_four():
-    assert default_threads() == min(4, len(os.sched_getaffinity(0)))
+def test_a_part_is_published_behind_the_next_one_and_never_two_at_once(tmp_path, make, monkeypatch):
+    spec = make.spec(part_tokens=16)
+    open_cache(tmp_path / "c", spec)
+    writer = CacheWriter(tmp_path / "c", spec, threads=2, overlapped=True)
+    go, running, most = threading.Event(), [], []
+    real = PartBuilder.finish
+
+    def slow(self):
+        running.append(self)
+        most.append(len(running))
+        go.wait()
+        running.remove(self)
+        return real(self)
+
+    monkeypatch.setattr(PartBuilder, "finish", slow)
+    writer.add(make.sample(0, 16, spec))  # its part waits in `finish`
+    writer.add(make.sample(1, 10, spec))
+    assert (writer.parts, writer.samples, writer.pending_tokens) == (0, 0, 26)
+    third = threading.Thread(target=lambda: (writer.add(make.sample(2, 10, spec)), writer.close()))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()  # a second full part waits for the first
+    go.set()
+    third.join()
+    assert most == [1, 1]
+    assert (writer.parts, writer.samples, writer.tokens, writer.pending_tokens) == (2, 3, 36, 0)
+    assert [manifest.load(part, spec).samples for part in manifest.list_parts(tmp_path / "c")] == [1, 2]
+
+
+def add_and_close(writer, samples):
+    for sample in samples:
+        writer.add(sample)
+    writer.close()
+
+
+def test_an_error_behind_the_scenes_reaches_the_next_call_and_drops_both_parts(tmp_path, make, monkeypatch):
+    spec = make.spec(part_tokens=16)
+    open_cache(tmp_path / "c", spec)
+    writer = CacheWriter(tmp_path / "c", spec, threads=2, overlapped=True)
+    writer.add(make.sample(0, 16, spec))
+    writer.add(make.sample(1, 4, spec))
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer._settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        writer.add(make.sample(2, 12, spec))  # its part fails behind the scenes
+        with pytest.raises(DiskFull):
+            add_and_close(writer, [make.sample(3, 4, spec)])
+    writer.abandon()
+    assert list((tmp_path / "c" / layout.PARTIAL).iterdir()) == []
+    assert stored_keys(tmp_path / "c", spec) == {make.sample(0, 16, spec).key}
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 2), (14, 12), (64, 12)])
+def test_the_threads_leave_two_cores_and_are_at_most_twelve(monkeypatch, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert default_threads() == threads
 
 
 def test_a_layer_that_cannot_be_encoded_fails_the_part_after_every_thread_has_ended(tmp_path, make, monkeypatch):
@@ -216,16 +304,16 @@ def test_a_layer_that_cannot_be_encoded_fails_the_part_after_every_thread_has_en
     spec = make.spec(layer_ids=(0, 1, 2, 3), part_tokens=10**6)
     open_cache(tmp_path / "c", spec)
     writer = CacheWriter(tmp_path / "c", spec, threads=4)
-    real, ended = PartBuilder._encode, []
+    real, ended = ChunkEncoder._encode, []
 
-    def encode(self, layer):
+    def encode(self, number, layer, rows):
         if layer == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)
-        real(self, layer)
+        real(self, number, layer, rows)
         ended.append(layer)
 
-    monkeypatch.setattr(PartBuilder, "_encode", encode)
+    monkeypatch.setattr(ChunkEncoder, "_encode", encode)
     with pytest.raises(DiskFull):
         writer.add(make.sample(0, 16, spec))
     assert sorted(ended) == [1, 2, 3, 4]

@@ -33,6 +33,10 @@ CHATML_REWRITES = (
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Only the last assistant turn keeps its thought."""
+CHATML_STRIPS = CHATML.replace("(m['content'] or '')", "m['content'].split('</t>')[-1]")
+"""The history has no thoughts."""
+CHATML_OPENS = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<t></t>' }}")
+"""The generation prompt ends in an empty thought, which the history lacks."""
 
 
 def build_tokenizer(template: str | None = CHATML, *, prepend_bos: bool = False) -> Any:

@@ -15,6 +15,7 @@ from dflash_cache.train.anchors import pad_anchors
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.export import export
+from dflash_cache.train.plain_forward import PlainDrafter
 from dflash_cache.train.step import draft, row_inputs
 
 MIXED = ("sliding_attention", "full_attention")
@@ -51,6 +52,7 @@ def test_the_reference_loads_the_export_and_its_forward_is_ours(reference, tmp_p
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (theirs.block_size, theirs.mask_token_id, list(theirs.target_layer_ids)) == (drafter.spec.block_size, 3, [1, 2, 4])
 
+    plain = PlainDrafter.load(tmp_path / "drafter")
     batch, head, size = make_batch([Document(5, seed=1), Document(14, seed=2), Document(9, seed=3)], 32), TinyHead(), drafter.spec.block_size
     anchors = pad_anchors(torch.tensor([1, 6, 12, 18, 22]), 8)  # in three documents, some close to their end or start
     inputs = row_inputs(batch, CPU32)
@@ -66,6 +68,19 @@ def test_the_reference_loads_the_export_and_its_forward_is_ours(reference, tmp_p
             )
             assert out.shape == (1, size, H)
             torch.testing.assert_close(ours[block], out[0], atol=1e-5, rtol=1e-5)
+            witness = plain.block(batch.features[start:], int(batch.input_ids_T[row]), row - start, head.embed)
+            torch.testing.assert_close(witness, out[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_passes_over_included_embeddings(reference, tmp_path: Path, write_cache):
+    drafter = tiny_drafter()
+    checkpoint.save(
+        tmp_path / "run", CheckpointState(step=1, epoch=0, row=0, config=TrainConfig(), drafter=drafter.spec), drafter.state_dict(), {}, 1
+    )
+    export(tmp_path / "run", tmp_path / "drafter", "float32", include_embeddings=True, cache=write_cache()[0])
+    theirs, info = reference.from_pretrained(tmp_path / "drafter", dtype="auto", output_loading_info=True)
+    assert {name for names in info.values() for name in names} == {"embed_tokens.weight", "lm_head.weight"} == set(info["unexpected_keys"])
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
 def test_a_window_matters_and_full_attention_would_differ(reference, tmp_path: Path):

@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 import torch
 from rows import CPU32, Document, H, TinyHead, V, make_batch, tiny_drafter
+from safetensors.torch import load_file
 
-from dflash_cache.train import step
+from dflash_cache.train import checkpoint, step
 from dflash_cache.train.anchors import Anchors
-from dflash_cache.train.config import LossConfig
+from dflash_cache.train.checkpoint import CheckpointState
+from dflash_cache.train.config import LossConfig, TrainConfig
 from dflash_cache.train.draft_head import draft_head, is_kept, offsets
 from dflash_cache.train.drafter import Drafter
+from dflash_cache.train.drafter_folder import load_drafter
+from dflash_cache.train.export import export
+from dflash_cache.train.lint import lint
+from dflash_cache.train.loss import Head
 from dflash_cache.train.metrics import quality
 from dflash_cache.train.speculators_config import DEFAULTS
 from dflash_cache.train.step import StepSeeds, row_loss
@@ -89,9 +95,17 @@ def theirs(core: Any, drafter: Drafter, head: TinyHead) -> Any:
     return model
 
 
-def compare(core: Any, config: LossConfig, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kept: torch.Tensor | None = None) -> None:
-    """Loss, gradient of every parameter, and metrics, of the blocks at ANCHORS of two packed documents."""
-    drafter, head, batch = tiny_drafter(**changes), TinyHead(), make_batch(DOCUMENTS, 32)
+def compare(
+    core: Any,
+    config: LossConfig,
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: torch.Tensor | None = None,
+    head: TinyHead | None = None,
+    model: Any = None,
+) -> None:
+    """Loss, gradient of every parameter, and metrics, of the blocks at ANCHORS of two packed documents. model: theirs, ready-made."""
+    drafter, head, batch = tiny_drafter(**changes), head or TinyHead(), make_batch(DOCUMENTS, 32)
     if kept is not None:
         drafter.d2t.copy_(offsets(kept))
     anchors = torch.tensor(ANCHORS)
@@ -104,7 +118,7 @@ def compare(core: Any, config: LossConfig, changes: dict[str, Any], monkeypatch:
 
     from speculators.losses import resolve_loss_config
 
-    model = theirs(core, drafter, head)
+    model = model or theirs(core, drafter, head)
     terms = {NAMES[name]: factor for name, factor in config.factors.items()}
     functions = {name: (resolve_loss_config(name, "eager")[name][0], factor) for name, factor in terms.items()}
     model._create_mask_fn = lambda *args, **kwargs: core.create_float_mask(*args, **kwargs, dtype=torch.float32)
@@ -185,3 +199,54 @@ def test_what_a_config_leaves_out_is_qwen3s_default():
     own = Qwen3Config()
     assert {name: getattr(own, name) for name in DEFAULTS if name != "rope_theta"} == {n: v for n, v in DEFAULTS.items() if n != "rope_theta"}
     assert own.rope_parameters["rope_theta"] == DEFAULTS["rope_theta"]
+
+
+KEPT = torch.tensor([0, 1, 2, 3, 5, 8, 9, 13, 21, 30])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, None),
+        ({"rope_theta": 1e6, "block_size": 6}, None),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}, None),
+        ({"draft_vocab_size": len(KEPT)}, KEPT),
+    ],
+)
+def test_the_library_loads_an_export_and_its_loss_is_ours(
+    library: Any, write_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kept: torch.Tensor | None
+):
+    """Config, weights and the target's matrices all come from the folder alone."""
+    drafter = tiny_drafter(**changes)
+    if kept is not None:
+        drafter.d2t.copy_(offsets(kept))
+    state = CheckpointState(step=1, epoch=0, row=0, config=TrainConfig(), drafter=drafter.spec)
+    checkpoint.save(tmp_path / "run", state, drafter.state_dict(), {}, 1)
+    folder = tmp_path / "drafter"
+    export(tmp_path / "run", folder, "float32", format="speculators", cache=write_cache()[0])
+
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    config = SpeculatorModelConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = SpeculatorModel.from_pretrained(str(folder), config=config).float()
+    assert (config.block_size, config.mask_token_id, config.aux_hidden_state_layer_ids) == (drafter.spec.block_size, 3, [2, 3, 5])
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == drafter.spec.block_size - 1
+    assert config.transformer_layer_config.rope_parameters["rope_theta"] == drafter.spec.rope_theta
+    found = model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in drafter.state_dict().items())
+    model.save_pretrained(tmp_path / "theirs")
+    back = load_drafter(tmp_path / "theirs", drafter.spec.num_target_layers)
+    assert back.spec == drafter.spec
+    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in back.state_dict().items())
+    assert {finding.code for finding in lint(tmp_path / "theirs").findings} == {"verifier", "head-missing"}  # none is named, and it leaves these out
+    head = TinyHead()
+    head.embedding_VH, head.head = found["embed_tokens.weight"], Head(load_file(tmp_path / "cache/target/head.safetensors")["lm_head.weight"].float())
+    with torch.no_grad():
+        model.verifier_norm.weight.fill_(1.0)
+        model.verifier_lm_head.weight.copy_(found["lm_head.weight"])
+    if kept is None:
+        compare(library, LossConfig(label="soft"), changes, monkeypatch, head=head, model=model)
+    else:
+        assert torch.equal(found["t2d"], is_kept(drafter.d2t, V))
+        assert torch.equal(found["lm_head.weight"], head.head.weight_VH[kept])

@@ -58,7 +58,9 @@ def write(folder: Path, lengths: Sequence[int], *, poisoned: Sequence[int] = (),
     return folder
 
 
-def train(config: dict[str, Any], caches: Sequence[Path], out: Path, resume: bool = False, stop_after: int | None = None, **more: Any) -> dict[str, Any]:
+def train(
+    config: dict[str, Any], caches: Sequence[Path], out: Path, resume: bool = False, stop_after: int | None = None, **more: Any
+) -> dict[str, Any]:
     """A whole run as `dflash train` does it, in this process; `stop_after`: as if it ended after that step."""
     from dflash_cache.train.run import run
     from dflash_cache.train.trainer import Trainer

@@ -87,9 +87,10 @@ def test_a_resumed_run_of_several_processes_is_bit_identical(cache: Path, tmp_pa
 
 @pytest.mark.parametrize(("first", "second"), [((1, "ddp"), (3, "ddp")), ((2, "fsdp2"), (1, "ddp")), ((2, "ddp"), (2, "fsdp2"))])
 def test_a_run_goes_on_with_another_number_or_kind_of_processes(cache: Path, tmp_path: Path, first: tuple[int, str], second: tuple[int, str]):
-    """The rows of a step are those of the first start, even where it left them to the number of processes."""
-    train(settings(), [cache], tmp_path / "one")
-    given = {"accumulate_rows": None if first[0] == 2 else 2}
+    """The rows of a step and the lanes are those of the first start, even where it left them to the number of processes."""
+    chosen = first[0] == 2
+    train(settings(data={"lanes": 2 if chosen else 1}), [cache], tmp_path / "one")
+    given = {"accumulate_rows": None if chosen else 2}
     for (size, mode), resume in ((first, False), (second, True)):
         config = settings(optim=given, distributed={"mode": mode})
         arguments = (config, [cache], tmp_path / "run", resume, None if resume else 3)
@@ -150,7 +151,10 @@ def test_torchrun_starts_a_run_that_prints_one_document(cache: Path, tmp_path: P
 
 
 def test_several_processes_of_mode_none_are_refused_before_they_meet():
-    with pytest.raises(InputError, match="several processes would write one run"), join(Launch(0, 2), DistributedConfig(mode="none"), torch.device("cpu")):
+    with (
+        pytest.raises(InputError, match="several processes would write one run"),
+        join(Launch(0, 2), DistributedConfig(mode="none"), torch.device("cpu")),
+    ):
         pass
 
 

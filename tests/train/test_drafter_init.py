@@ -19,8 +19,9 @@ from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import InitConfig, TrainConfig
 from dflash_cache.train.draft_head import is_kept, offsets
 from dflash_cache.train.drafter import Drafter
-from dflash_cache.train.drafter_init import first_drafter, initialize_from, read_drafter
-from dflash_cache.train.export import export, load_drafter
+from dflash_cache.train.drafter_folder import load_drafter
+from dflash_cache.train.drafter_init import first_drafter, initialize_from
+from dflash_cache.train.export import export
 from dflash_cache.train.run import run
 from dflash_cache.train.target_layers import norm_offset, spread_blocks
 
@@ -124,7 +125,7 @@ def test_a_drafter_starts_from_a_speculators_folder(tmp_path: Path):
 def test_a_pruned_speculators_folder_is_read_with_its_own_vocabulary(tmp_path: Path):
     other = tiny_drafter(seed=5, draft_vocab_size=3)
     other.d2t.copy_(offsets(torch.tensor([3, 7, 9])))
-    found = read_drafter(speculators_folder(tmp_path / "s", other), BLOCKS)
+    found = load_drafter(speculators_folder(tmp_path / "s", other), BLOCKS)
     assert found.d2t.tolist() == [3, 6, 7]
     assert found.spec == other.spec
 

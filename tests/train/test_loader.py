@@ -97,7 +97,6 @@ def test_rows_asked_for_by_number_are_the_very_rows_of_the_epoch(write_cache, si
             assert torch.equal(ours.next_ids_T, theirs.next_ids_T)
 
 
-
 def test_several_caches_are_read_as_one(write_cache):
     one, _, _ = write_cache(lengths=[20, 30], name="one")
     two, _, samples = write_cache(lengths=[25, 10], name="two", seed=5)
@@ -164,7 +163,7 @@ def test_rows_that_are_still_held_are_never_overwritten_and_those_let_go_are_use
     assert all(torch.equal(one.features, two) for one, two in zip(held, before, strict=True))
     assert not places & {batch.features.data_ptr() for batch in again}
     del held, again
-    free = {owner.ctypes.data for kept in loader._free.values() for owner in kept}
+    free = {owner.ctypes.data for kept in loader._memory.free.values() for owner in kept}
     assert places <= free
     assert {batch.features.data_ptr() for batch in loader.epoch(1)} <= free
 

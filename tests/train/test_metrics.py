@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dflash_cache.train.metrics import BlockCounts, Walk, count_blocks, leading_right, quality, walk
+from dflash_cache.train.metrics import BlockCounts, Chain, Walk, chain, count_blocks, leading_right, quality, walk
 
 
 def bools(rows: list[list[int]]) -> torch.Tensor:
@@ -93,3 +93,26 @@ def test_a_walk_with_perfect_drafts_needs_one_step_in_block_size_tokens():
 
 def test_walks_add():
     assert Walk() + walk([0, 1], [1, 0], 2) + walk([0], [2], 2) == Walk(2, 3, (2, 1))
+
+
+def test_conditional_acceptance_asks_only_blocks_whose_slots_before_are_right():
+    """Slot 2 is right in 3 of 4 blocks, but of the 3 that reach it in 2; slot 3 is reached by 2, counts in 1 of them and is wrong there."""
+    right = bools([[1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
+    carries = bools([[1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
+    assert chain(right, carries).conditional == (3 / 4, 2 / 3, 0.0)
+    assert chain(right, carries).reached_S.tolist() == [4, 3, 1]
+    assert (chain(right, carries) + Chain.none(3)).accepted_S.tolist() == [3, 2, 0]
+
+
+def test_the_mean_length_is_the_sum_of_the_products_of_conditional_acceptances_when_all_blocks_are_whole():
+    right = torch.rand(50, 4, generator=torch.Generator().manual_seed(1)) < 0.6
+    whole = torch.ones_like(right)
+    products = torch.tensor(chain(right, whole).conditional, dtype=torch.float64).cumprod(0)
+    assert abs(quality(count_blocks(right, whole)).streak - products.sum().item()) < 1e-12
+
+
+def test_a_walks_acceptance_is_by_step_and_its_conditional_by_the_slot_before():
+    found = Walk(8, 7, (4, 2, 1))
+    assert (found.acceptance, found.conditional) == ((0.5, 0.25, 0.125), (0.5, 0.5, 0.5))
+    assert found.to_dict()["accepted_per_step"] == found.tau - 1 == 7 / 8
+    assert abs(1 + sum(found.acceptance) - found.tau) < 1e-9

@@ -53,9 +53,7 @@ def test_weights_say_how_often(caches):
 
 def test_two_rows_of_one_sample_hold_the_same_states(caches):
     samples = EpochSamples(caches[:1], [2.0], [held_out(caches[0], 0.0)], 0)
-    loader = RowLoader(
-        samples.readers, layer_ids=None, row_tokens=20, need_verifier=False, seed=0, numbers=samples.numbers, chosen=samples.chosen
-    )
+    loader = RowLoader(samples.readers, layer_ids=None, row_tokens=20, need_verifier=False, seed=0, numbers=samples.numbers, chosen=samples.chosen)
     seen: dict = {}
     for batch in loader.epoch(0):
         tokens = batch.input_ids_T.tolist()

@@ -64,6 +64,13 @@ def test_prompts_do_not_count_and_next_tokens_do(write_cache):
     assert coverage(expected, np.array([30])) == expected[30] / expected.sum()
 
 
+def test_tokens_of_samples_that_are_held_out_choose_no_vocabulary(write_cache):
+    cache, _, samples = write_cache(lengths=[12, 9, 15], next_token=30)
+    supervised = samples[1].input_ids[samples[1].loss_mask.astype(bool)]
+    expected = np.bincount([*supervised, 30], minlength=32)
+    assert supervised_counts([CacheReader(cache)], [np.array([True, False, True])]).tolist() == expected.tolist()
+
+
 def test_mappings_are_offsets_and_a_mask_and_lead_back():
     kept = torch.tensor([3, 7, 9])
     assert offsets(kept).tolist() == [3, 6, 7]
