@@ -281,12 +281,14 @@ def measure(options: argparse.Namespace, scratch: Path, memory: Path) -> list[di
     data = scratch / "tokens.jsonl"
     data.write_text("".join(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n" for ids in prompts))
     from dflash_cache.common.layers import default_layer_ids
+    from dflash_cache.extract.vllm_setup import CPU_SEQUENCES, GPU_SEQUENCES
 
     depth = sizes["num_hidden_layers"]
     layers = [int(layer) for layer in flags["--layers"].split(",")] if flags else list(default_layer_ids(depth))
     verifier = int(flags.get("--verifier-layer", depth - 1))
     raw_bytes = 2 * sizes["hidden_size"] * (len(layers) + 1)
-    engine_args = {"max_num_batched_tokens": options.batched_tokens, **engine_args}
+    sequences = GPU_SEQUENCES if on_cuda() else CPU_SEQUENCES
+    engine_args = {"max_num_batched_tokens": options.batched_tokens, "max_num_seqs": sequences, **engine_args}
     arguments = {"model": str(target), "dtype": "bfloat16", "max_model_len": options.max_tokens + 1, "enable_prefix_caching": False}
     plain = {"arguments": arguments, "engine_args": engine_args, "prompts": prompts, "raw": "", "vllm_ids": []}
     rows: list[dict[str, Any]] = []

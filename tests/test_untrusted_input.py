@@ -294,7 +294,7 @@ def test_a_chunk_that_would_grow_to_gigabytes_is_refused_before_it_grows(write_c
             frame[at : at + 4] = content.to_bytes(8, "little")
         return bytes(frame)
 
-    monkeypatch.setattr("dflash_cache.extract.part.zstd.compress", bomb)
+    monkeypatch.setattr("dflash_cache.extract.encoder.zstd.compress", bomb)
     cache, _, _ = write_cache(lengths=[20])
     with pytest.raises(CacheDamaged, match="another size"):
         in_two_seconds_and_fifty_megabytes(lambda: CacheReader(cache).read_sample(0))

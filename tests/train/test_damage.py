@@ -234,7 +234,7 @@ def test_a_chunk_that_decompresses_to_fewer_bytes_is_damage_and_never_old_memory
     path, _ = cache
     spec = CacheReader(path).spec
     real = zstd.compress
-    monkeypatch.setattr("dflash_cache.extract.part.zstd.compress", lambda data, level: real(data[:-1], level))
+    monkeypatch.setattr("dflash_cache.extract.encoder.zstd.compress", lambda data, level: real(data[:-1], level))
     writer = CacheWriter(path, spec)
     writer.add(make.sample(9, 20, spec))
     writer.close()

@@ -9,6 +9,7 @@ import torch
 from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
 
 from dflash_cache.train import step
+from dflash_cache.train.anchors import draw_anchors
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import LossConfig
 from dflash_cache.train.device import Compute
@@ -270,3 +271,24 @@ def test_anchors_depend_on_seed_step_row_and_rank_and_on_nothing_else():
     drafter = tiny_drafter()
     assert at(0, 5, 0, 0) == at(0, 5, 0, 0)
     assert len({at(0, 5, 0, 0), at(1, 5, 0, 0), at(0, 6, 0, 0), at(0, 5, 1, 0), at(0, 5, 0, 1)}) == 5
+
+
+def test_twenty_different_rows_are_at_most_four_shapes_of_whole_tiles():
+    """What is compiled for flex attention depends on the number of blocks alone; so many shapes, so many compilations."""
+    flex = Compute(torch.device("cuda"), torch.bfloat16, "flex")
+    config, spec = LossConfig(anchors_per_row=100), tiny_drafter(block_size=4).spec
+    multiple, blocks = step.pad_multiple(config, spec, flex), set()
+    for seed in range(20):
+        batch = make_batch([Document(10 + 7 * seed, seed=seed)], 160)
+        anchors = draw_anchors(
+            batch.document_T,
+            batch.loss_mask_T,
+            batch.next_supervised_T,
+            per_document=512,
+            per_row=config.anchors_per_row,
+            generator=torch.Generator().manual_seed(seed),
+            pad_multiple=multiple,
+        )
+        blocks.add(len(anchors))
+    assert 1 < len(blocks) <= step.SHAPE_BUCKETS
+    assert all(count * spec.block_size % step.FLEX_TILE == 0 for count in blocks)
