@@ -49,13 +49,16 @@ def read_drafter(folder: Path) -> ServedDrafter:
         )
     try:
         raw = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"its config.json is no JSON: {error}", place=place, fix="export again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"its config.json cannot be read: {error}", place=place, fix="export again") from None
     if not isinstance(raw, dict):
         raise InputError("its config.json holds no object", place=place, fix="export again")
-    nested: dict[str, Any] = raw.get("dflash_config") or {}
-    sizes = {size for size in (raw.get("block_size"), nested.get("block_size")) if size is not None}
-    if len(sizes) != 1 or not isinstance(size := sizes.pop(), int) or size < 2:
+    nested = raw.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise InputError("its config.json has a dflash_config that is no object", place=place, found=nested, fix="export again")
+    sizes = [size for size in (raw.get("block_size"), nested.get("block_size")) if size is not None]
+    size = sizes[0] if sizes else None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 2 or any(other != size for other in sizes):
         found = f"block_size {raw.get('block_size')}, dflash_config.block_size {nested.get('block_size')}"
         raise InputError("its config.json has no usable block_size", place=place, found=found, expected="one number from 2", fix="export again")
     if raw.get("sample_from_anchor"):
@@ -63,11 +66,15 @@ def read_drafter(folder: Path) -> ServedDrafter:
     speculators = raw.get("transformer_layer_config")
     shape: dict[str, Any] = speculators if isinstance(speculators, dict) else raw
     if isinstance(speculators, dict):
-        ids = [layer - 1 for layer in raw.get("aux_hidden_state_layer_ids") or []]  # speculators count the input of a block
+        ids, first = raw.get("aux_hidden_state_layer_ids") or [], 1  # speculators count the input of a block
     else:
-        ids = list(nested.get("target_layer_ids") or raw.get("target_layer_ids") or [])
+        ids, first = nested.get("target_layer_ids") or raw.get("target_layer_ids") or [], 0
+    if not isinstance(ids, list) or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids):
+        raise InputError(
+            "its config.json names no layers of the target", place=place, found=ids, expected="a list of whole numbers", fix="export again"
+        )
     hidden = raw.get("target_hidden_size") or shape.get("hidden_size")
-    return ServedDrafter(folder, size, hidden, shape.get("vocab_size"), raw.get("num_target_layers"), max(ids, default=None), len(ids))
+    return ServedDrafter(folder, size, hidden, shape.get("vocab_size"), raw.get("num_target_layers"), max(ids) - first if ids else None, len(ids))
 
 
 def check_belongs(drafter: ServedDrafter, target: TargetSpec, model: str) -> None:

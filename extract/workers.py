@@ -227,7 +227,7 @@ class WorkerPool:
         self._again.extendleft(reversed(again))
         self._on_event("worker_died", worker=worker.number, error=str(error), documents_to_repeat=len(again), published=worker.counts.samples)
         self._judge(error, again)
-        if again or not self._exhausted:
+        if self._again or not self._exhausted:  # what an earlier death left may still wait for this very process
             self._workers[worker.number] = self._start(worker.number)
             self._past = _sum([self._past, worker.counts])
         return outcomes + found

@@ -189,6 +189,17 @@ class DyingOnce(FakeEngine):
         return super().close(publish=publish)
 
 
+class DyingTwice(DyingOnce):
+    """Dies at its end with samples pending; the process in its place, which alone is to repeat them, dies before it is ready."""
+
+    def __init__(self, job: EngineJob) -> None:
+        again = self.flag.with_name("again")
+        if job.writer_id == 0 and self.flag.exists() and not again.exists():
+            again.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(job)
+
+
 class StuckAtSecond(FakeEngine):
     """The second of the processes takes two documents and is silent."""
 
@@ -225,6 +236,13 @@ def test_a_process_that_dies_at_its_very_end_holds_nobody_up(extract: Any, tmp_p
     assert len(samples_by_key(tmp_path / "cache")) == 40
     (died,) = [event for event in events(tmp_path / "cache") if event["event"] == "worker_died"]
     assert (died["documents_to_repeat"] == 0) == publishes
+
+
+def test_what_waits_for_a_process_is_done_when_that_one_dies_too_before_it_has_begun(extract: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(DyingTwice, "flag", tmp_path / "died", raising=False)
+    assert extract(DyingTwice).samples == 40
+    assert (tmp_path / "again").exists()
+    assert len(samples_by_key(tmp_path / "cache")) == 40
 
 
 def test_three_deaths_without_a_finished_document_fail_the_run_with_the_last_error(extract: Any):
