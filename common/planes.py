@@ -6,6 +6,8 @@ it is (FORMAT.md). All functions take and return arrays of any shape; bit patter
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 LOSSLESS_BITS = 7
@@ -17,6 +19,7 @@ ENCODE_BLOCK = 1 << 20
 _MAX_FINITE = np.uint16(0x7F7F)
 _INFINITY = np.uint16(0x7F80)
 _SIGN = np.uint16(0x8000)
+_kept = threading.local()
 
 
 def split(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +99,7 @@ def encode_into(bits: np.ndarray, mantissa_bits: int, exponent: np.ndarray, sign
     """
     count, width = bits.shape
     rows = max(1, ENCODE_BLOCK // width)
-    scratch = np.empty((2, min(rows, count), width), np.uint16)
+    scratch = _scratch((2, min(rows, count), width))
     for start in range(0, count, rows):
         here = slice(start, start + rows)
         block, high, low = bits[here], exponent[here], sign_mantissa[here]
@@ -109,14 +112,22 @@ def encode_into(bits: np.ndarray, mantissa_bits: int, exponent: np.ndarray, sign
                 high[...], low[...] = encode(block, mantissa_bits)
 
 
+def _scratch(shape: tuple[int, ...]) -> np.ndarray:
+    """uint16 of `shape`, undefined, this thread's until its next call: new memory each time would cost more than filling it."""
+    size = shape[0] * shape[1] * shape[2]
+    if getattr(_kept, "scratch", None) is None or _kept.scratch.size < size:
+        _kept.scratch = np.empty(size, np.uint16)
+    scratch: np.ndarray = _kept.scratch[:size].reshape(shape)
+    return scratch
+
+
 def _split_into(bits: np.ndarray, exponent: np.ndarray, sign_mantissa: np.ndarray, one: np.ndarray, two: np.ndarray) -> None:
     np.right_shift(bits, np.uint16(7), out=one)
     np.copyto(exponent, one, casting="unsafe")
-    np.right_shift(bits, np.uint16(8), out=one)
-    np.bitwise_and(one, np.uint16(0x80), out=one)
-    np.bitwise_and(bits, np.uint16(0x7F), out=two)
+    np.bitwise_and(bits, np.uint16(0x807F), out=one)
+    np.right_shift(one, np.uint16(8), out=two)
     np.bitwise_or(one, two, out=one)
-    np.copyto(sign_mantissa, one, casting="unsafe")
+    np.copyto(sign_mantissa, one, casting="unsafe")  # the low byte
 
 
 def _round_into(bits: np.ndarray, exponent: np.ndarray, packed: np.ndarray, one: np.ndarray, two: np.ndarray) -> None:

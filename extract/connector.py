@@ -2,7 +2,7 @@
 
 With vLLM's `extract_hidden_states` method the wanted layers' outputs stand in a KV-cache group of their own. When a
 request finishes, its blocks are kept until the worker has copied its rows (row_copies.py); `dflash_commit` then turns rows into
-samples, so features never leave the worker. In: rows, and per document ids, mask and origin from the parent. Out: the cache.
+samples, and a process beside the worker writes them (intake_process.py). In: rows, and per document ids, mask and origin from the parent. Out: the cache.
 Works on CPU and CUDA, vLLM 0.25 to 0.32. Knows nothing of engines, datasets or runs.
 """
 
@@ -19,9 +19,11 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector, extract_from_kv_cache
 
-from ..common.sample import Sample
+from ..common import spec
 from .cpu_sampling import repair_sampling
-from .intake import Intake, check_count
+from .intake import check_count
+from .intake_process import IntakeProcess
+from .intake_worker import Offer
 from .orphans import end_with_parent
 from .remote_errors import describe
 from .row_copies import FinishedRequest, RowCopies
@@ -59,7 +61,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             end_with_parent()  # its workers watch it
         self._finished: list[FinishedRequest] = []  # scheduler side
-        self.intake: Intake | None = None  # worker side, of the rank that writes
+        self.intake: IntakeProcess | None = None  # worker side, of the rank that writes
         self.copies: RowCopies | None = None
         self._landed: set[str] = set()
         self._seen_finished: set[str] = set()
@@ -108,9 +110,10 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if states.dtype != torch.bfloat16:
             raise ValueError(f"the states are {states.dtype}, not bfloat16")
         if get_tensor_model_parallel_rank() == 0:
-            self.intake = Intake(self._cache, self._writer_id)
             columns = len(self.feature_columns) + (self.verifier_column not in self.feature_columns)
-            self.copies = RowCopies(states, self._block_size, columns, self.intake.spec.hidden_size, self._longest, extract_from_kv_cache)
+            width = spec.load(self._cache).hidden_size
+            self.copies = RowCopies(states, self._block_size, columns, width, self._longest, extract_from_kv_cache)
+            self.intake = IntakeProcess(self._cache, self._writer_id, self.copies.memory, columns, width, self.feature_columns, self.verifier_column)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's forward pass: what finished in earlier steps is copied after their passes, and beside this one."""
@@ -140,6 +143,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         self.copies.advance()
         self._landed |= self.copies.landed()
+        if self.intake is not None and self.intake.failed:  # the engine must go on until the parent asks and hears of it
+            self._landed |= self.copies.give_up()
         self._seen_finished |= finished_req_ids
         done = self._landed & self._seen_finished
         self._landed -= done
@@ -193,6 +198,7 @@ class WorkerExtension:
         results: list[list[Any]] = []
         error = None
         try:
+            connector.intake.check()  # with full memory nothing could be offered that would meet the error
             if connector.copies is not None:
                 connector.copies.advance()  # the engine may have no further step to make
             for document in documents:
@@ -223,36 +229,19 @@ def _connector() -> CacheConnector | None:
 
 
 def _commit(
-    connector: CacheConnector, intake: Intake, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int
+    connector: CacheConnector, intake: IntakeProcess, key: str, ids: bytes, mask: bytes, source: str, row: int, top1: int, following: int
 ) -> list[Any]:
     assert connector.copies is not None
     rows = connector.copies.take(key)
     if rows is None:
         return [WAITING, "", b""]
     input_ids, bits_TCH = np.frombuffer(ids, np.int32), rows.bits_TCH
-    sample = Sample(
-        key=bytes.fromhex(key),
-        source=source,
-        source_row=row,
-        input_ids=input_ids,
-        loss_mask=np.frombuffer(mask, np.uint8),
-        hidden_states=_columns(bits_TCH, connector.feature_columns),
-        verifier_last_hidden_states=bits_TCH[:, connector.verifier_column],
-        engine_top1=top1,
-        next_token=following,
-    )
-    reason = check_count(sample) or rows.bad
+    reason = check_count(len(input_ids), len(bits_TCH)) or rows.bad
     if len(rows.token_ids) == len(input_ids) and not np.array_equal(input_ids, rows.token_ids):
         reason = "the engine computed other tokens than it was given"
     if reason is not None:
         rows.release()
         return [REJECTED, reason, b""]
     last = bits_TCH[-1, connector.verifier_column].tobytes()
-    intake.offer_checked(sample, rows.release)
+    intake.offer_checked(Offer(rows.offset, bytes.fromhex(key), source, row, ids, mask, top1, following), rows.release)
     return [STORED, "", last]
-
-
-def _columns(bits_TCH: np.ndarray, columns: list[int]) -> np.ndarray:
-    if columns == list(range(len(columns))):
-        return bits_TCH[:, : len(columns)]  # no copy
-    return bits_TCH[:, columns]

@@ -1,7 +1,7 @@
 """Intake: takes the rows of a finished document and hands the sample to the writer, in a thread of its own.
 
 The last door before the cache, the same for both engines: wrong row counts and non-finite states stop here. Runs in the
-process that computed the rows (for vLLM: the worker). The queue to the writer is bounded in bytes, so a slow disk holds
+process that computed the rows, or for vLLM in one beside it (intake_process.py). The queue to the writer is bounded in bytes, so a slow disk holds
 the engine back instead of filling the memory.
 """
 
@@ -54,6 +54,10 @@ class Intake:
     def offer_checked(self, sample: Sample, release: Release) -> None:
         """Queue a sample that `check_rows` has passed and whose memory is bounded elsewhere: `release` gives it back. Never waits."""
         self._put(sample, release)
+
+    def check(self) -> None:
+        """Raises what the writer raised, once it has failed."""
+        self._raise_error()
 
     def _put(self, sample: Sample, release: Release | None) -> None:
         size = _size(sample)
@@ -132,13 +136,13 @@ def _size(sample: Sample) -> int:
 
 def check_rows(sample: Sample) -> str | None:
     """Why a sample cannot be stored: its rows are not as many as its tokens, or a state is not finite. Else None."""
-    return check_count(sample) or check_finite(sample.hidden_states, sample.verifier_last_hidden_states)
+    rows = len(sample.hidden_states), len(sample.verifier_last_hidden_states)
+    return check_count(len(sample), *rows) or check_finite(sample.hidden_states, sample.verifier_last_hidden_states)
 
 
-def check_count(sample: Sample) -> str | None:
+def check_count(tokens: int, *rows: int) -> str | None:
     """Why a sample cannot be stored: its rows are not as many as its tokens. Else None."""
-    rows = (len(sample.hidden_states), len(sample.verifier_last_hidden_states))
-    return f"the engine gave {rows[0]} rows for {len(sample)} tokens" if rows != (len(sample), len(sample)) else None
+    return f"the engine gave {rows[0]} rows for {tokens} tokens" if any(count != tokens for count in rows) else None
 
 
 def check_finite(*states: np.ndarray) -> str | None:

@@ -1,7 +1,7 @@
 """RowCopies: the rows of finished requests, from the KV cache to host memory, without holding the engine up.
 
 Owns the order of things between streams and threads:
-- On a GPU rows are gathered and copied by a stream of their own into page-locked memory that is got once. It waits for the forward
+- On a GPU rows are gathered and copied by a stream of their own into page-locked memory that is got once (row_memory.py). It waits for the forward
   passes that wrote the rows (`mark_written`, called before the next pass), and runs beside the next one, which cannot touch them:
   their blocks are let go only when the copy is complete (`landed`).
 - When that memory is full, requests wait with their blocks, so that a slow disk holds the engine back and nothing grows.
@@ -22,6 +22,7 @@ import torch
 
 from .arena import Arena
 from .intake import check_finite
+from .row_memory import RowMemory
 
 ARENA_BYTES = 2 << 30
 """Host memory for rows that are being copied, checked and written: two steps of 16,384 tokens of an 8B target."""
@@ -51,7 +52,9 @@ class Rows:
 
     token_ids: list[int]
     bits_TCH: np.ndarray
-    """bfloat16 patterns, uint16, C captured layers, in the arena: valid until `release`."""
+    """bfloat16 patterns, uint16, C captured layers, in the memory: valid until `release`."""
+    offset: int
+    """Where in the memory they begin, in bytes."""
     bad: str | None
     """Why the states cannot be stored."""
     release: Callable[[], None]
@@ -77,7 +80,8 @@ class RowCopies:
         self._states, self._block_size, self._columns, self._width, self._read = states, block_size, columns, width, read
         self._row_bytes = columns * width * 2
         self._arena = Arena(max(ARENA_BYTES, longest * self._row_bytes))
-        self._memory = torch.empty(self._arena.capacity, dtype=torch.uint8, pin_memory=states.is_cuda)
+        self.memory = RowMemory(self._arena.capacity, states.device if states.is_cuda else None)
+        """What the rows are copied into."""
         self._stream = torch.cuda.Stream(states.device) if states.is_cuda else None
         self._written: torch.cuda.Event | None = None
         self._waiting: deque[FinishedRequest] = deque()
@@ -109,11 +113,17 @@ class RowCopies:
             if offset is None:
                 return
             self._waiting.popleft()
-            place = self._memory[offset : offset + rows * self._row_bytes].view(torch.bfloat16).view(rows, self._columns, self._width)
+            place = self.memory.tensor[offset : offset + rows * self._row_bytes].view(torch.bfloat16).view(rows, self._columns, self._width)
             event = self._copy(request, place)
             bits_TCH = place.view(torch.int16).numpy().view(np.uint16)
             copy = _Copy(request, bits_TCH, offset, event, self._checkers.submit(_check, event, bits_TCH))
             self._copying[request.request_id] = self._copies[request.key] = copy
+
+    def give_up(self) -> set[str]:
+        """Forget the requests that wait for memory: none will be given back. Their blocks may be used again."""
+        given_up = {request.request_id for request in self._waiting}
+        self._waiting.clear()
+        return given_up
 
     def landed(self) -> set[str]:
         """The requests whose rows are in host memory since the last call: their blocks may be used again."""
@@ -129,7 +139,7 @@ class RowCopies:
             return None
         del self._copies[key]
         bad = copy.checked.result()
-        return Rows(copy.request.token_ids, copy.bits_TCH, bad, lambda: self._arena.give_back(copy.offset))
+        return Rows(copy.request.token_ids, copy.bits_TCH, copy.offset, bad, lambda: self._arena.give_back(copy.offset))
 
     def close(self) -> None:
         """Let the threads end."""

@@ -28,6 +28,7 @@ DOORS = {  # outside library -> the only files that may import it ("x/*": the wh
         "train/*",
         "extract/connector.py",
         "extract/row_copies.py",
+        "extract/row_memory.py",
         "extract/cpu_sampling.py",
         "extract/devices.py",
         "extract/engine_vllm.py",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from dflash_cache.common.errors import DflashError, DiskFull
+from dflash_cache.extract.remote_errors import rebuild
 
 pytestmark = pytest.mark.vllm  # needs vLLM installed; starts no engine
 
@@ -22,8 +27,10 @@ def worker(write_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import extract_from_kv_cache
 
     from dflash_cache.extract import connector as module
-    from dflash_cache.extract.intake import Intake
+    from dflash_cache.extract.intake_process import IntakeProcess
     from dflash_cache.extract.row_copies import FinishedRequest, RowCopies
+
+    started: list[IntakeProcess] = []
 
     def build(rows: int | None, token_ids: list[int] | None = None, nan_at: int | None = None) -> Any:
         cache, spec, _ = write_cache(lengths=(4,))
@@ -33,11 +40,15 @@ def worker(write_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         copies = RowCopies(states.transpose(1, 2), 4, 4, spec.hidden_size, 8, extract_from_kv_cache)
         if rows is not None:
             copies.submit([FinishedRequest("r", KEY, token_ids or IDS.tolist() + [0] * (rows - 3), rows, [0, 1])])
-        fake = SimpleNamespace(copies=copies, intake=Intake(cache, 1), feature_columns=[0, 1, 2], verifier_column=3)
+        started.append(IntakeProcess(cache, 1, copies.memory, 4, spec.hidden_size, [0, 1, 2], 3))
+        fake = SimpleNamespace(copies=copies, intake=started[-1], feature_columns=[0, 1, 2], verifier_column=3)
         monkeypatch.setattr(module, "_connector", lambda: fake)
         return module.WorkerExtension(), cache
 
-    return build
+    yield build
+    for intake in started:
+        with suppress(DflashError):
+            intake.close(publish=False)
 
 
 def answer_of(extension: Any, ids: np.ndarray = IDS) -> list[Any]:
@@ -96,21 +107,57 @@ def test_rows_with_a_nan_are_rejected_and_their_memory_is_given_back(worker: Any
     assert not (cache / "parts" / "00000000-0001").exists()
 
 
-def test_an_error_of_the_writer_comes_back_as_data(worker: Any, monkeypatch: pytest.MonkeyPatch):
-    import errno
+FULL_DISK = """
+import errno, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from dflash_cache.extract.part import PartBuilder
+def add(self, sample):
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+PartBuilder.add = add
+"""
 
-    from dflash_cache.common.errors import DiskFull
-    from dflash_cache.extract.remote_errors import rebuild
 
-    def no_space(self: object, sample: object) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For writing processes that are started from now on."""
+    from dflash_cache.extract import intake_process
 
+    monkeypatch.setattr(intake_process, "START", FULL_DISK + intake_process.START)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_error_of_the_writer_comes_back_as_data(worker: Any):
     extension, _ = worker(3)
-    monkeypatch.setattr("dflash_cache.extract.part.PartBuilder.add", no_space)
     answer_of(extension)
     error = rebuild(extension.dflash_close(True)["error"])
     assert type(error) is DiskFull
     assert "Disk quota exceeded" in str(error)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_error_of_the_writer_is_told_while_its_memory_is_full_and_the_engine_gets_its_blocks_back(worker: Any):
+    from dflash_cache.extract import connector as module
+    from dflash_cache.extract.arena import ALIGNMENT, Arena
+    from dflash_cache.extract.row_copies import FinishedRequest
+
+    extension, _ = worker(None)
+    fake, other = module._connector(), bytes(reversed(range(16))).hex()
+    fake.copies._arena = Arena(ALIGNMENT)
+    fake.copies.submit([FinishedRequest("r", KEY, IDS.tolist(), 3, [0, 1]), FinishedRequest("s", other, IDS.tolist(), 3, [0, 1])])
+    until = time.monotonic() + 20
+    while (answer := extension.dflash_commit([document()]))["results"] == [["waiting", "", b""]]:
+        assert time.monotonic() < until
+    assert answer["results"][0][0] == "stored"
+    assert answer["held_back"]
+    while (answer := extension.dflash_commit([[other, *document()[1:]]]))["error"] is None:
+        assert answer["results"] == [["waiting", "", b""]]  # nothing is offered that could meet the error
+        assert answer["held_back"]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert type(rebuild(answer["error"])) is DiskFull
+    connector = module.CacheConnector.__new__(module.CacheConnector)
+    connector.copies, connector.intake, connector._landed, connector._seen_finished = fake.copies, fake.intake, set(), set()
+    assert connector.get_finished({"r", "s"}) == ({"r", "s"}, None)
 
 
 @pytest.mark.parametrize(("rank", "writes"), [(0, True), (1, False), (3, False)])

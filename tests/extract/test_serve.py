@@ -227,6 +227,19 @@ def test_block_sizes_that_contradict_each_other_are_refused(drafter: Path):
         read_drafter(edited(drafter, block_size=8))
 
 
+JUNK = [True, -1, 1.5, "x", ["x"], [None], [[1]], {"block_size": True}]
+
+
+@pytest.mark.parametrize("value", JUNK, ids=map(str, JUNK))
+@pytest.mark.parametrize("name", ["block_size", "dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids"])
+def test_a_field_of_another_kind_is_refused_in_words(drafter: Path, name: str, value: Any):
+    fields = {"dflash_config": {}, "block_size": 4, name: value}
+    if name == "aux_hidden_state_layer_ids":
+        fields["transformer_layer_config"] = {}
+    with pytest.raises(InputError, match=r"its config.json (has|names) no|that is no object"):
+        read_drafter(edited(drafter, **fields))
+
+
 def test_a_block_of_4_drafts_3_tokens_at_most(drafter: Path):
     found = read_drafter(drafter)
     assert (speculative_tokens(found, None), speculative_tokens(found, 2)) == (3, 2)
