@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ..common.config import Config
 
@@ -298,6 +298,12 @@ class TrainConfig(Config):
         return self
 
 
+def _no_overflow(temperature: float) -> float:
+    if 0 < temperature < 0.001:
+        raise ValueError("is 0, which is greedy, or at least 0.001, for logits are divided by it")
+    return temperature
+
+
 class EvalConfig(Config):
     """An offline evaluation."""
 
@@ -309,7 +315,7 @@ class EvalConfig(Config):
     """As in training."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """As in training."""
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    temperatures: tuple[Annotated[float, Field(ge=0, le=100), AfterValidator(_no_overflow)], ...] = ()
     """Also expect the acceptance under sampling at these; 0, which is greedy, is always counted."""
     position_bounds: tuple[Annotated[int, Field(gt=0)], ...] = (32, 128, 512)
     """Where the buckets of positions in the answer begin, tokens; the first begins at 0."""

@@ -25,6 +25,9 @@ EMBEDDING, HEAD, KEPT = "embed_tokens.weight", "lm_head.weight", "t2d"
 NOT_TRAINED = frozenset({EMBEDDING, HEAD, KEPT, "verifier_lm_head.weight", "verifier_norm.weight"})
 """Tensors of an exported folder that are the target's, or follow from others."""
 
+FLOATS, WHOLE = ("float32", "bfloat16", "float16", "float64"), ("int64", "int32")
+"""Types of weights, and of `d2t`."""
+
 
 def load_drafter(path: Path, num_target_layers: int | None = None) -> Drafter:
     """The drafter in a run folder (its newest checkpoint), a checkpoint or an exported folder; float32, on the CPU.
@@ -59,6 +62,23 @@ def fill_drafter(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Pat
         odd += [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in both if expected[name] != found[name]]
         problem, fix = "the tensors are not those of the drafter that the config describes", "`dflash export --check` says more of an exported folder"
         raise InputError(problem, place=str(place), found="; ".join(odd[:6]), expected=f"{len(expected)} tensors", fix=fix)
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    odd = [
+        f"{name} {kinds[name]}"
+        for name, tensor in drafter.state_dict().items()
+        if kinds[name] not in (FLOATS if tensor.is_floating_point() else WHOLE)
+    ]
+    if odd:
+        problem, fix = (
+            "holds tensors that are no plain numbers, such as quantised ones, which are not read here",
+            "give the drafter before it was quantised",
+        )
+        raise InputError(problem, place=str(place), found="; ".join(odd[:6]), expected=f"weights of {', '.join(FLOATS)}", fix=fix)
+    if "d2t" in tensors:
+        ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) < len(ids):
+            found, expected = f"row + d2t from {int(ids.min())} to {int(ids.max())}", f"{len(ids)} different of 0 to {spec.vocab_size - 1}"
+            raise InputError("d2t is no mapping into the vocabulary", place=str(place), found=found, expected=expected)
     drafter.load_state_dict({name: cast_floats(tensor, torch.float32) for name, tensor in tensors.items()}, strict=True, assign=True)
     return drafter
 
@@ -72,7 +92,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """A folder's config.json. Raises InputError."""
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot be read: {error}", place=str(path)) from None
     if not isinstance(config, dict):
         raise InputError("must be a JSON object", place=str(path), found=type(config).__name__)

@@ -19,42 +19,44 @@ from .target_shape import TargetShape
 
 FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
+MOST_LAYERS, MOST_SLOTS, MOST_ROWS, MOST_HEADS = 1024, 4096, 2**24, 2**14
+"""Of a drafter, of its block, of a matrix, of an attention. A larger number in a config.json is a slip, and memory is not asked for it."""
 
 
 class DrafterSpec(Config):
     """A drafter, resolved."""
 
-    hidden_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=MOST_ROWS)
     """H, the target's."""
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=MOST_LAYERS)
     """Decoder layers."""
-    num_attention_heads: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0, le=MOST_HEADS)
     """N."""
-    num_key_value_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0, le=MOST_HEADS)
     """G."""
-    head_dim: int = Field(gt=0)
+    head_dim: int = Field(gt=0, le=MOST_HEADS)
     """E."""
-    intermediate_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0, le=MOST_ROWS)
     """Width of the feed-forward layer."""
-    rms_norm_eps: float = Field(gt=0)
+    rms_norm_eps: float = Field(gt=0, allow_inf_nan=False)
     """Epsilon of the drafter's norms."""
-    rope_theta: float = Field(gt=0)
+    rope_theta: float = Field(gt=0, allow_inf_nan=False)
     """Rotary base; all of a head is rotated."""
-    max_position_embeddings: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0, lt=2**31)
     """Longest context, tokens."""
     layer_types: tuple[LayerType, ...]
     """Attention of each layer; full layers see their whole block, sliding layers the slots up to their own."""
-    sliding_window: int | None = None
+    sliding_window: int | None = Field(default=None, gt=0, lt=2**31)
     """Positions, its own included, that a slot of a sliding layer may see."""
-    block_size: int = Field(ge=2)
+    block_size: int = Field(ge=2, le=MOST_SLOTS)
     """B, anchor included."""
     mask_token_id: int = Field(ge=0)
     """Token in slots 1..B-1."""
     target_layer_ids: tuple[int, ...] = Field(min_length=1)
     """Target blocks that feed `fc`, 0-based, ascending."""
-    num_target_layers: int = Field(gt=0)
+    num_target_layers: int = Field(gt=0, lt=2**31)
     """The target's depth."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MOST_ROWS)
     """Rows of the target's embedding."""
     logit_scale: float = 1.0
     """The target's head multiplies logits by this."""

@@ -6,6 +6,7 @@ In: an EvalResult and a file to write. Needs matplotlib, which nothing else here
 from __future__ import annotations
 
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def plot(result: EvalResult, path: Path) -> None:
     by_slot.set(xlabel="slot of the block", ylabel="share", ylim=(0, 1), xticks=slots, title=f"block of {result.block_size}")
     by_slot.legend()
     names, taus, errors = length_bars(result)
-    lengths.barh(range(len(names)), taus, xerr=errors, capsize=3)
+    lengths.barh(range(len(names)), taus)
+    lengths.errorbar(taus, range(len(names)), xerr=errors, fmt="none", ecolor="black", capsize=3)  # nan: none is drawn
     lengths.set(yticks=range(len(names)), yticklabels=names, xlim=(1, None), xlabel="acceptance length, bonus token included; bars: 95 %")
     lengths.invert_yaxis()
     with guard_writing(path.parent):
@@ -52,7 +54,7 @@ def plot(result: EvalResult, path: Path) -> None:
 
 
 def length_bars(result: EvalResult) -> tuple[list[str], list[float], list[list[float]]]:
-    """(names, acceptance lengths, [how far each interval reaches below, above]) of the right half; 0 where there is no interval."""
+    """(names, acceptance lengths, [how far each interval reaches below, above]) of the right half; nan where there is no interval."""
     rows: list[tuple[str, float, Any]] = [("all, greedy", result.tau_walk, result.certainty.tau_walk)]
     if len(result.by_source) > 1:
         rows += [(Path(name).name, found["tau_walk"], result.certainty_by_source[name].tau_walk) for name, found in result.by_source.items()]
@@ -62,6 +64,6 @@ def length_bars(result: EvalResult) -> tuple[list[str], list[float], list[list[f
             rows.append((f"position {found['from']}{end}", found["tau_walk"], None))
     for found in result.by_temperature:
         rows.append((f"T={found['temperature']:g}, draft {found['drafting']}", found["tau_walk"], found["confidence"]["tau_walk"]))
-    below = [max(0.0, tau - interval[0]) if interval else 0.0 for _, tau, interval in rows]
-    above = [max(0.0, interval[1] - tau) if interval else 0.0 for _, tau, interval in rows]
+    below = [max(0.0, tau - interval[0]) if interval else nan for _, tau, interval in rows]
+    above = [max(0.0, interval[1] - tau) if interval else nan for _, tau, interval in rows]
     return [name for name, _, _ in rows], [tau for _, tau, _ in rows], [below, above]

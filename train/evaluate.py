@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..common.errors import InputError
+from ..common.errors import DflashError, InputError
 from ..common.progress import ProgressBar
 from .anchors import Anchors, candidate_rows, pad_anchors
 from .batch import Batch
@@ -51,10 +51,14 @@ def evaluate(drafter_path: Path, caches: Sequence[Path], config: EvalConfig | No
     """
     config = config or EvalConfig()
     compute = resolve_compute(config.device, config.dtype, config.attention)
+    if len({path.resolve() for path in caches}) < len(caches):
+        raise InputError("a cache is named twice, and its documents would count twice", place="--cache", found=", ".join(map(str, caches)))
     readers = [CacheReader(path) for path in caches]
     drafter = load_drafter(drafter_path, readers[0].spec.settings.target.num_layers).to(compute.device).eval()
     check_same_target(readers, same_layers=False)
     check_fits(drafter.spec, readers[0], drafter_path)
+    if broken := [name for name, tensor in drafter.state_dict().items() if not tensor.isfinite().all()]:
+        raise DflashError("weights are not finite, so that nothing is drafted", place=str(drafter_path), found=", ".join(broken[:5]))
     head = TargetHead(readers[0].path, readers[0].spec, compute.device, compute.dtype)
     longest = max(int(reader.lengths.max()) for reader in readers)
     layers, memory = drafter.spec.target_layer_ids, row_memory(compute.device)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from .. import __version__
 from ..common import atomic
 from ..common.errors import DflashError, InputError, guard_writing
+from . import checkpoint
 from .draft_head import draft_head, is_kept
 from .drafter import Drafter
 from .drafter_folder import CONFIG, EMBEDDING, HEAD, KEPT, MODEL, README, cast_floats, load_drafter
@@ -112,8 +113,8 @@ def export(
     """
     if to is None and not dry_run:
         raise InputError("needs a folder to write", place="--to")
-    if to is not None and not dry_run and to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise InputError("holds something already", place=f"--to {to}", expected="a new or empty folder", fix="choose another folder")
+    if to is not None and not dry_run:
+        _check_destination(to, source)
     chosen = choose(source, step, best)
     facts = read_facts(chosen)
     drafter = load_drafter(chosen, CacheReader(cache).spec.settings.target.num_layers if cache is not None else None)
@@ -144,6 +145,33 @@ def export(
     with guard_writing(to):
         proof = _write(result, to, drafter, tensors, provenance, reader, head)
     return replace(result, proof=proof)
+
+
+def _check_destination(to: Path, source: Path) -> None:
+    """Raise InputError when no folder can appear at `to`; before anything is computed."""
+    place, choose_another = f"--to {to}", "choose another folder"
+    try:
+        if to.is_symlink():
+            raise InputError("is a symbolic link", place=place, found=os.readlink(to), expected="a new or empty folder", fix="name what it points at")
+        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+            raise InputError("holds something already", place=place, expected="a new or empty folder", fix=choose_another)
+        above = next(folder for folder in to.absolute().parents if folder.exists())
+        inside = to.resolve().is_relative_to(_kept_clean(source).resolve())
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", place=place, fix=choose_another) from None
+    if not above.is_dir():
+        raise InputError("lies below a file", place=place, found=above, expected="a folder", fix=choose_another)
+    if inside:
+        raise InputError(
+            "lies inside of what is exported", place=place, found=_kept_clean(source), expected="a folder outside of it", fix=choose_another
+        )
+
+
+def _kept_clean(source: Path) -> Path:
+    """A run's checkpoints, which training lists and clears; else the folder that is exported."""
+    if (source / checkpoint.CHECKPOINTS).is_dir():
+        return source / checkpoint.CHECKPOINTS
+    return source.parent if source.parent.name == checkpoint.CHECKPOINTS else source
 
 
 def check_servable(spec: DrafterSpec, place: Path, format: ExportFormat = "zlab") -> None:
@@ -209,9 +237,13 @@ def _write(
     partial = to.with_name(f".{to.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
+        try:
+            partial.mkdir()
+        except FileNotFoundError as error:  # a file system that makes no folders
+            raise InputError(f"cannot be written: {error.strerror}", place=str(to), fix="choose another folder") from None
         (partial / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n")
         save_file(tensors, partial / MODEL, metadata={"format": "pt", "dflash-cache": __version__})
+        (partial / MODEL).chmod((partial / CONFIG).stat().st_mode)  # safetensors writes for its user alone; a server may be another
         _compare(partial, tensors, drafter.spec)
         proof = prove(partial, drafter, reader, head)
         (partial / README).write_text(serving_readme(drafter.spec, plan.format, plan.dtype, provenance, proof, plan.warnings))

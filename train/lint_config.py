@@ -58,7 +58,7 @@ def sizes(it: DrafterFiles) -> Iterator[Finding]:
                 vllm=f"takes {DEFAULTS[name]}" if it.format == "zlab" else "has no default for some, others from other sizes",
                 sglang=f"takes {DEFAULTS[name]}, transformers' default", reference=f"takes {DEFAULTS[name]}",
             )  # fmt: skip
-        elif whole(value, 1) is None and not (name == "rms_norm_eps" and isinstance(value, float) and value > 0):
+        elif it.size(name) is None and not (name == "rms_norm_eps" and isinstance(value, float) and value > 0):
             yield it.finding(
                 "size-wrong", "error", f"{it.layer_place} {name}", "is no size", shown(value), "a positive number",
                 vllm=REFUSES, sglang=REFUSES, reference=REFUSES,
@@ -172,7 +172,7 @@ def rotary(it: DrafterFiles) -> Iterator[Finding]:
         )  # fmt: skip
     target = it.target.rope_theta if it.target is not None else None
     theta = inner if inner is not None else flat
-    if target is not None and theta is not None and float(theta) != target:
+    if target is not None and isinstance(theta, (int, float)) and theta != target:
         yield it.finding(
             "target-rope", "note", f"{place} rope_theta", "is not the target's, which it need not be", theta, f"{target:g} in {it.target.place}"
             if it.target else "", vllm=AS_IT_STANDS, sglang=AS_IT_STANDS, reference=AS_IT_STANDS,

@@ -18,6 +18,7 @@ from ..common.errors import InputError
 from ..common.spec import load as load_spec
 from ..common.spec import read_json
 from .drafter_folder import CONFIG, read_config
+from .drafter_spec import MOST_LAYERS
 from .lint_finding import NOT_READ, Finding, Severity
 from .speculators_config import DEFAULTS, MARK
 from .target_shape import read_target_config, rope_theta, text_config
@@ -79,8 +80,9 @@ class DrafterFiles:
         return f"{CONFIG} transformer_layer_config" if self.format == "speculators" else CONFIG
 
     def size(self, name: str) -> int | None:
-        """A positive whole number of the layers' document, or None."""
-        return whole(self.layer.get(name), 1)
+        """A positive whole number of the layers' document, or None; of layers no more than a drafter may have."""
+        value = whole(self.layer.get(name), 1)
+        return value if value is None or name != "num_hidden_layers" or value <= MOST_LAYERS else None
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -162,7 +164,14 @@ def target_of_folder(folder: Path) -> TargetFacts:
     more = read_config(generation) if generation.is_file() else {}
     eos = [*_ids(config.get("eos_token_id")), *_ids(text_config(config).get("eos_token_id")), *_ids(more.get("eos_token_id"))]
     pads = (holder.get("pad_token_id") for holder in (more, config, text_config(config)))
-    return _facts(str(folder), config, eos, next((whole(pad, 0) for pad in pads if whole(pad, 0) is not None), None))
+    found = _facts(str(folder), config, eos, next((whole(pad, 0) for pad in pads if whole(pad, 0) is not None), None))
+    if None in (found.hidden_size, found.vocab_size, found.num_layers):
+        problem, expected = (
+            "does not give the target's sizes, so that nothing can be held against it",
+            "hidden_size, vocab_size and num_hidden_layers",
+        )
+        raise InputError(problem, place=f"--model {folder}", expected=expected, fix="name the target's own folder, or give --cache")
+    return found
 
 
 def target_of_cache(cache: Path) -> TargetFacts:

@@ -118,11 +118,44 @@ class Patient:
         names = [*FIXED, *(f"layers.{layer}.{name}.weight" for layer in range(how.num_layers) for name in PER_LAYER)]
         if missing := [name for name in names if name not in self.plain.tensors]:
             raise InputError("lacks tensors that its config.json calls for; no engine loads it", place=place, found=", ".join(missing[:4]))
+        self._check_shapes(names)
         columns, expected = self.plain.tensors["fc.weight"].shape[1], len(how.layer_ids) * self.reader.spec.hidden_size
         if columns != expected:
             wanted = f"{expected}: layers {list(how.layer_ids)} of {self.reader.spec.hidden_size} numbers each"
             problem = "does not read the layers that config.json names; no engine loads it"
             raise InputError(problem, place=place, found=f"fc.weight with {columns} columns", expected=wanted, fix="export the run again")
+
+    def _check_shapes(self, names: Sequence[str]) -> None:
+        """Of all but the columns of `fc`, which have a word of their own."""
+        how, hidden, rows = self.plain.conventions, self.reader.spec.hidden_size, self.reader.spec.settings.target.vocab_size
+        if how.mask_token_id >= rows:
+            problem, place = "names a mask token that the target lacks", str(self.folder / CONFIG)
+            raise InputError(problem, place=place, found=f"mask_token_id {how.mask_token_id}", expected=f"below {rows}")
+        found = {name: tuple(self.plain.tensors[name].shape) for name in names}
+        wide, narrow = how.num_heads * how.head_dim, how.num_groups * how.head_dim
+        inner = next(iter(found["layers.0.mlp.up_proj.weight"]), 0)
+        expected = {
+            "fc": (hidden, found["fc.weight"][-1] if found["fc.weight"] else 0),
+            "self_attn.q_proj": (wide, hidden),
+            "self_attn.k_proj": (narrow, hidden),
+            "self_attn.v_proj": (narrow, hidden),
+            "self_attn.o_proj": (hidden, wide),
+            "self_attn.q_norm": (how.head_dim,),
+            "self_attn.k_norm": (how.head_dim,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        wanted = {name: expected.get(name.removesuffix(".weight").split(".", 2)[-1], (hidden,)) for name in names}
+        odd = [f"{name} {list(shape)}, not {list(wanted[name])}" for name, shape in found.items() if shape != wanted[name]]
+        kept = self.plain.tensors.get("d2t")
+        if kept is not None:
+            ids = kept + torch.arange(len(kept), device=kept.device) if kept.dim() == 1 and not kept.is_floating_point() else None
+            if ids is None or not bool((ids >= 0).all() and (ids < rows).all()):
+                odd.append(f"d2t, whose offsets lead to no tokens of a vocabulary of {rows}")
+        if odd:
+            problem = "has tensors of other shapes than its config.json and the target have; no engine loads it"
+            raise InputError(problem, place=str(self.folder), found="; ".join(odd[:4]), fix="`dflash export --check` says more")
 
     def _check_layers(self) -> None:
         named = self.plain.conventions.layer_ids

@@ -48,8 +48,10 @@ class PlainDrafter:
         config = folder / "config.json"
         try:
             document = json.loads(config.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"cannot be read: {error}", place=str(config), expected="the config.json of an exported drafter") from None
+        if not isinstance(document, dict):
+            raise InputError("must be a JSON object", place=str(config), found=type(document).__name__)
         files = TensorFiles(folder)
         odd = [name for name, facts in files.facts.items() if facts.dtype not in FLOATS and name not in TABLES]
         if odd:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import layout
-from ..common.errors import DflashError, InputError
+from ..common.errors import CacheDamaged, DflashError, InputError
 from ..common.fingerprint import canonical, digest_bytes
 from ..common.spec import read_json
 from . import checkpoint
@@ -22,6 +22,8 @@ from .drafter_spec import DrafterSpec
 from .log import EVALUATIONS, METRICS
 from .reader import CacheReader
 from .record import RUN_JSON
+
+NO_RECORD = "copy the checkpoint's folder out of the run and export that, with --cache and --model"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,18 @@ def read_facts(chosen: Path) -> RunFacts | None:
     if chosen.parent.name != checkpoint.CHECKPOINTS or not (run / RUN_JSON).is_file():
         return RunFacts(chosen, state, None, None, None)
     training = _newest_line(run / METRICS, state.step, "loss")
-    return RunFacts(chosen, state, read_json(run / RUN_JSON), training, _newest_line(run / EVALUATIONS, state.step, "tau"))
+    return RunFacts(chosen, state, _read_record(run / RUN_JSON), training, _newest_line(run / EVALUATIONS, state.step, "tau"))
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """run.json. Raises CacheDamaged when it is no JSON, or says where its caches are in a form that no run writes."""
+    record = read_json(path, NO_RECORD)
+    paths, caches, target = record.get("cache_paths", []), record.get("caches", []), record.get("target")
+    fits = isinstance(paths, list) and all(isinstance(one, str) for one in paths) and isinstance(target, str | None)
+    if not fits or not isinstance(caches, list) or not all(isinstance(one, dict) and isinstance(one.get("fingerprint"), str) for one in caches):
+        problem = "does not say what a run says of its caches and target"
+        raise CacheDamaged(problem, place=str(path), expected="cache_paths, caches with fingerprints, and a target's name", fix=NO_RECORD)
+    return record
 
 
 def find_cache(given: Path | None, facts: RunFacts | None, spec: DrafterSpec) -> tuple[CacheReader | None, str]:
@@ -129,12 +142,16 @@ def _check(reader: CacheReader, spec: DrafterSpec, place: str) -> None:
 
 def _newest_line(path: Path, step: int, name: str) -> dict[str, Any] | None:
     """The last whole line up to `step` that has a number under `name`."""
-    lines: Sequence[str] = path.read_text().splitlines() if path.is_file() else ()
+    lines: Sequence[str] = path.read_text(errors="replace").splitlines() if path.is_file() else ()
     for text in reversed(lines):
         try:
             line = json.loads(text)
         except ValueError:  # a run is writing it
             continue
-        if line.get("step", step + 1) <= step and line.get(name) is not None:
+        if isinstance(line, dict) and _is_number(line.get("step")) and line["step"] <= step and _is_number(line.get(name)):
             return dict(line)
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import InputError
-from .drafter_spec import SLIDING, DrafterSpec, problems_of
+from .drafter_spec import MOST_LAYERS, SLIDING, DrafterSpec, problems_of
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -66,7 +66,7 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
     """
     if config.get("architectures") != [ARCHITECTURE]:
         raise InputError("is no DFlash drafter", place=place, found=config.get("architectures"), expected=f"architectures [{ARCHITECTURE!r}]")
-    nested = config.get("dflash_config") or {}
+    nested = _part(config, "dflash_config", place)
 
     def one(name: str, default: Any = None) -> Any:
         values = [holder[name] for holder in (nested, config) if holder.get(name) is not None] or ([default] if default is not None else [])
@@ -76,11 +76,11 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
             raise InputError(f"says two different things of {name}", place=place, found=" and ".join(map(str, values)), fix="make both agree")
         return values[0]
 
-    rope = (config.get("rope_parameters") or {}).get("rope_theta"), config.get("rope_theta")
+    rope = _part(config, "rope_parameters", place).get("rope_theta"), config.get("rope_theta")
     if None not in rope and rope[0] != rope[1]:
         raise InputError("says two different things of rope_theta", place=place, found=f"{rope[0]} and {rope[1]}")
     layers = config.get("num_hidden_layers")
-    kinds = config.get("layer_types") or ["full_attention"] * (layers if isinstance(layers, int) else 0)
+    kinds: Any = config.get("layer_types") or ["full_attention"] * (layers if isinstance(layers, int) and layers <= MOST_LAYERS else 0)
     try:
         return DrafterSpec(
             hidden_size=config["hidden_size"],
@@ -92,8 +92,8 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
             rms_norm_eps=config["rms_norm_eps"],
             rope_theta=rope[0] if rope[0] is not None else config["rope_theta"],
             max_position_embeddings=config["max_position_embeddings"],
-            layer_types=tuple(kinds),
-            sliding_window=config.get("sliding_window") if SLIDING in kinds else None,
+            layer_types=kinds,
+            sliding_window=config.get("sliding_window") if isinstance(kinds, list) and SLIDING in kinds else None,
             block_size=one("block_size"),
             mask_token_id=one("mask_token_id"),
             target_layer_ids=tuple(one("target_layer_ids")),
@@ -106,3 +106,11 @@ def drafter_from_config(config: Mapping[str, Any], place: str) -> DrafterSpec:
         raise InputError(f"has no {error.args[0]}", place=place) from None
     except (TypeError, ValueError) as error:
         raise InputError(f"cannot be used: {problems_of(error)}", place=place) from None
+
+
+def _part(config: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
+    """An object inside of the document; none is an empty one."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise InputError(f"{name} is no object", place=place, found=found)
+    return found or {}

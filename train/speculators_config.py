@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import InputError
-from .drafter_spec import SLIDING, DrafterSpec, problems_of
+from .drafter_spec import MOST_LAYERS, SLIDING, DrafterSpec, problems_of
 from .target_shape import rope_theta
 
 MARK = "speculators_model_type"
@@ -109,10 +109,14 @@ def drafter_from_speculators(config: Mapping[str, Any], num_target_layers: int |
         raise InputError("is no DFlash drafter", place=place, found=config.get(MARK), expected=f"{MARK} 'dflash'")
     own = config.get("transformer_layer_config")
     if not isinstance(own, Mapping) or own.get("model_type", "qwen3") != "qwen3":
-        raise InputError("must describe Qwen3 layers", place=f"{place} transformer_layer_config", found=own if own is None else own.get("model_type"))
+        raise InputError(
+            "must describe Qwen3 layers", place=f"{place} transformer_layer_config", found=own.get("model_type") if isinstance(own, Mapping) else own
+        )
     layer = {**DEFAULTS, **own}
-    kinds = tuple(layer.get("layer_types") or ("full_attention",) * layer["num_hidden_layers"])
-    if SLIDING in kinds and config.get("sliding_window_non_causal"):
+    layers = layer["num_hidden_layers"]
+    kinds: Any = layer.get("layer_types") or ["full_attention"] * (layers if isinstance(layers, int) and layers <= MOST_LAYERS else 0)
+    slides = isinstance(kinds, list) and SLIDING in kinds
+    if slides and config.get("sliding_window_non_causal"):
         problem = "has sliding layers that see later slots, which no layer here does"
         raise InputError(problem, place=place, found="sliding_window_non_causal true", expected="false, or full attention only")
     depth = config.get("num_target_layers", num_target_layers)
@@ -131,7 +135,7 @@ def drafter_from_speculators(config: Mapping[str, Any], num_target_layers: int |
             rope_theta=rope_theta(layer) or DEFAULTS["rope_theta"],
             max_position_embeddings=layer["max_position_embeddings"],
             layer_types=kinds,
-            sliding_window=layer.get("sliding_window") if SLIDING in kinds else None,
+            sliding_window=layer.get("sliding_window") if slides else None,
             block_size=config["block_size"],
             mask_token_id=config["mask_token_id"],
             target_layer_ids=tuple(number - 1 for number in config["aux_hidden_state_layer_ids"]),

@@ -6,20 +6,18 @@ the needed tensors are read. A layer is taken whole or not at all: anything that
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..common.errors import InputError
 from .drafter import Drafter
 from .drafter_spec import DrafterSpec
+from .tensor_files import TensorFiles
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.+)")
 OWN_NORMS = frozenset({"self_attn.q_norm.weight", "self_attn.k_norm.weight"})
 """Norms that the drafter has and many targets lack; they then stay 1."""
@@ -42,9 +40,9 @@ def target_tensors(folder: Path, spec: DrafterSpec, norm: nn.Module, blocks: Seq
     if len(blocks) != spec.num_layers or not all(0 <= block < spec.num_target_layers for block in blocks):
         expected = f"{spec.num_layers} blocks out of 0..{spec.num_target_layers - 1}"
         raise InputError("does not fit the drafter and its target", place="init.target_blocks", found=list(blocks), expected=expected)
-    places = _places(folder)
-    prefix = _prefix(places, spec.num_target_layers, folder)
-    final = _read(places, f"{prefix}norm.weight")
+    files = _open(folder)
+    prefix = _prefix(files.names, spec.num_target_layers, folder)
+    final = files.read(f"{prefix}norm.weight")
     one = norm_offset(norm, str(folder))
     (scale,) = norm.parameters()
     if not torch.equal(final, scale.detach().cpu().to(final.dtype)):
@@ -52,7 +50,7 @@ def target_tensors(folder: Path, spec: DrafterSpec, norm: nn.Module, blocks: Seq
         raise InputError(problem, place=f"init.from {folder}", fix=fix)
     found = {"norm.weight": final.float() + one}
     for number, block in enumerate(blocks):
-        for name, tensor in _block(places, f"{prefix}layers.{block}.", spec, folder).items():
+        for name, tensor in _block(files, f"{prefix}layers.{block}.", spec, folder).items():
             found[f"layers.{number}.{name}"] = tensor.float() + one if tensor.dim() == 1 else tensor.float()
     return found
 
@@ -72,25 +70,20 @@ def norm_offset(norm: nn.Module, place: str) -> float:
     raise InputError("the target's norms are no RMSNorm, as the drafter's are", place=f"init.from {place}", found=type(norm).__name__)
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+def _open(folder: Path) -> TensorFiles:
     try:
-        if (folder / INDEX).is_file():
-            return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
-        with safe_open(folder / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), folder / SINGLE)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        expected = f"a target's folder with {SINGLE} or {INDEX}"
-        raise InputError(f"cannot be read: {error}", place=f"init.from {folder}", expected=expected) from None
+        return TensorFiles(folder)
+    except InputError as error:
+        raise InputError(error.problem, place=f"init.from {error.place}", expected=f"a target's folder: {error.expected}") from None
 
 
-def _prefix(places: dict[str, Path], num_layers: int, folder: Path) -> str:
+def _prefix(names: Collection[str], num_layers: int, folder: Path) -> str:
     """What stands before `layers.N.` in the names of the text model: its layers are as many as the target's."""
     numbers: dict[str, set[int]] = {}
-    for match in filter(None, map(LAYER.fullmatch, places)):
+    for match in filter(None, map(LAYER.fullmatch, names)):
         numbers.setdefault(match[1], set()).add(int(match[2]))
     fitting = [
-        p for p, layers in numbers.items() if layers == set(range(num_layers)) and f"{p}norm.weight" in places and f"{p}embed_tokens.weight" in places
+        p for p, layers in numbers.items() if layers == set(range(num_layers)) and {f"{p}norm.weight", f"{p}embed_tokens.weight"} <= set(names)
     ]
     if len(fitting) != 1:
         counts = ", ".join(f"{len(layers)} under {prefix or 'no name'}" for prefix, layers in sorted(numbers.items()))
@@ -98,23 +91,15 @@ def _prefix(places: dict[str, Path], num_layers: int, folder: Path) -> str:
     return fitting[0]
 
 
-def _block(places: dict[str, Path], prefix: str, spec: DrafterSpec, folder: Path) -> dict[str, torch.Tensor]:
+def _block(files: TensorFiles, prefix: str, spec: DrafterSpec, folder: Path) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         wanted = {name: list(tensor.shape) for name, tensor in Drafter(spec).layers[0].state_dict().items()}
-    there = {name.removeprefix(prefix) for name in places if name.startswith(prefix)}
+    there = {name.removeprefix(prefix) for name in files.names if name.startswith(prefix)}
     odd = [f"no {name}" for name in sorted(wanted.keys() - there - OWN_NORMS)]
     odd += [f"{name}, which the drafter lacks" for name in sorted(there - wanted.keys()) if not name.endswith("rotary_emb.inv_freq")]
-    tensors = {name: _read(places, prefix + name) for name in sorted(there & wanted.keys())}
+    tensors = {name: files.read(prefix + name) for name in sorted(there & wanted.keys())}
     odd += [f"{name} {list(t.shape)}, the drafter's is {wanted[name]}" for name, t in tensors.items() if list(t.shape) != wanted[name]]
     if odd:
         problem, fix = "this block cannot become a drafter layer", "choose others with init.target_blocks, fit the sizes in [model], or start without"
         raise InputError(problem, place=f"init.from {folder} {prefix}", found="; ".join(odd[:6]), fix=fix)
     return tensors
-
-
-def _read(places: dict[str, Path], name: str) -> torch.Tensor:
-    try:
-        with safe_open(places[name], framework="pt") as file:
-            return file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot be read: {error}", place=f"{places[name]}: {name}") from None

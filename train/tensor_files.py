@@ -6,6 +6,7 @@ In: a folder. Out: every tensor's name, type, shape and, on demand, its values. 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -40,6 +41,11 @@ class TensorFiles:
         self.folder = folder
         self._file_of = self._places()
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of every tensor, as the index or the one header says."""
+        return self._file_of.keys()
+
     @cached_property
     def facts(self) -> dict[str, TensorFacts]:
         """Every tensor, by name, in alphabetical order."""
@@ -71,11 +77,11 @@ class TensorFiles:
                 return {name: self._inside(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             place = index if index.is_file() else single
             raise InputError(f"cannot be read: {error}", place=str(place), expected=f"{SINGLE}, or {INDEX} and its files") from None
 
     def _inside(self, file: str) -> Path:
-        if Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"the index names a file outside of the folder: {file}")
         return self.folder / file

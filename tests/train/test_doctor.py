@@ -8,9 +8,11 @@ from pathlib import Path
 
 import periodic
 import pytest
+import torch
 from click.testing import CliRunner
 from periodic import trained
 from plants import FAULTY, PLANTS, SILENT, WINDOWED, config, engine, tensors
+from safetensors.torch import load_file, save_file
 
 from dflash_cache.cli import main
 from dflash_cache.common.errors import InputError, RunFailed
@@ -48,6 +50,30 @@ def test_a_sound_folder_drafts_what_the_trainer_drafts(full: Path, exported: Pat
     assert found.ways[1].agreement > 0.99
     assert "agree: the trainer's step and the folder" in found.to_text()
     json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "fc.weight", "layers.0.self_attn.k_proj.weight", "layers.0.mlp.down_proj.weight"])
+@pytest.mark.parametrize("shape", [(), (3,), (3, 5)])
+def test_tensors_of_another_shape_are_refused_by_name(full: Path, exported: Path, name: str, shape: tuple[int, ...]):
+    tensors = load_file(exported / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(shape)}, exported / "model.safetensors")
+    with pytest.raises(InputError, match=rf"(?s)other shapes.*{name}"):
+        check(full, exported)
+
+
+@pytest.mark.parametrize("offsets", [torch.tensor([10**12]), torch.tensor([-1]), torch.zeros(3), torch.tensor(1)])
+def test_a_pruned_vocabulary_that_leads_to_no_tokens_is_refused(full: Path, exported: Path, offsets: torch.Tensor):
+    save_file({**load_file(exported / "model.safetensors"), "d2t": offsets}, exported / "model.safetensors")
+    with pytest.raises(InputError, match="d2t, whose offsets lead to no tokens"):
+        check(full, exported)
+
+
+def test_a_mask_token_that_the_target_lacks_is_refused(full: Path, exported: Path):
+    config = json.loads((exported / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = config["mask_token_id"] = config["vocab_size"]
+    (exported / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="names a mask token that the target lacks"):
+        check(full, exported)
 
 
 @pytest.mark.parametrize(("plant", "expected"), PLANTS.values(), ids=PLANTS)

@@ -212,6 +212,15 @@ def test_a_block_that_cannot_become_a_drafter_layer_is_refused(tmp_path: Path, f
         started(f"target:{tmp_path / 'target'}", **changes)
 
 
+def test_an_index_that_leads_out_of_the_targets_folder_is_not_followed(tmp_path: Path):
+    tensors = target_folder(tmp_path / "elsewhere")
+    (tmp_path / "target").mkdir()
+    index = {"weight_map": dict.fromkeys(tensors, "../elsewhere/model.safetensors")}
+    (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"(?s)init.from .*outside of the folder"):
+        started(f"target:{tmp_path / 'target'}")
+
+
 def test_another_target_than_the_caches_is_refused(tmp_path: Path):
     target_folder(tmp_path / "target")
     with pytest.raises(InputError, match="another target"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from pydantic import ValidationError
 from rows import CPU32, Document, TinyHead, make_batch, tiny_drafter
+from safetensors.torch import load_file, save_file
 from tiny_run import config
 
 from dflash_cache.cli import main
-from dflash_cache.common.errors import InputError
+from dflash_cache.common.errors import DflashError, InputError
 from dflash_cache.train import evaluate as module
 from dflash_cache.train.batch import Batch
 from dflash_cache.train.config import EvalConfig
@@ -263,6 +266,30 @@ def test_a_plots_bars_are_the_results_numbers(monkeypatch: pytest.MonkeyPatch):
     assert names == ["all, greedy", "code.jsonl", "maths.jsonl", "position 0+"]
     assert taus[1:3] == [1.0, 4.0]
     assert (taus[0] - below[0], taus[0] + above[0]) == (1.0, 4.0)
+    assert math.isnan(below[3])  # positions have no interval, and so no bar
+    assert math.isnan(above[3])
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e-300])
+def test_temperatures_by_which_logits_cannot_be_divided_are_refused(temperature: float):
+    with pytest.raises(ValidationError):
+        EvalConfig(temperatures=(temperature,))
+
+
+def test_a_cache_that_is_named_twice_is_refused(trained: tuple[Path, Path]):
+    folder, held_out = trained
+    with pytest.raises(InputError, match="named twice"):
+        evaluate(folder, [held_out, held_out.parent / "." / held_out.name], CPU)
+
+
+def test_weights_that_are_not_finite_are_an_error_and_no_length_of_one(trained: tuple[Path, Path], tmp_path: Path):
+    folder, held_out = trained
+    export(folder, tmp_path / "drafter")
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    tensors["norm.weight"][0] = math.nan
+    save_file(tensors, tmp_path / "drafter" / "model.safetensors")
+    with pytest.raises(DflashError, match=r"(?s)not finite.*norm.weight"):
+        evaluate(tmp_path / "drafter", [held_out], CPU)
 
 
 def test_documents_that_were_trained_on_are_counted_and_warned_of(trained: tuple[Path, Path]):

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from tiny_run import config
 
 from dflash_cache.cli import main
-from dflash_cache.common.errors import DflashError, InputError
+from dflash_cache.common.errors import CacheDamaged, DflashError, InputError
 from dflash_cache.train import checkpoint
 from dflash_cache.train import drafter as drafter_module
 from dflash_cache.train import export as export_module
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import EvalConfig, TrainConfig
 from dflash_cache.train.draft_head import offsets
-from dflash_cache.train.drafter_folder import load_drafter
+from dflash_cache.train.drafter_folder import fill_drafter, load_drafter
 from dflash_cache.train.evaluate import evaluate
 from dflash_cache.train.export import export
 from dflash_cache.train.run import run
@@ -147,6 +147,82 @@ def test_tensors_that_are_not_the_drafters_are_refused(tmp_path: Path, change: s
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(InputError, match="tensors are not those"):
         load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    ("to", "problem"),
+    [
+        ("file/x", "lies below a file"),
+        ("run/checkpoints/x", "lies inside of what is exported"),
+        ("run/checkpoints/step-00000003/x", "lies inside of what is exported"),
+        ("link/checkpoints/x", "lies inside of what is exported"),
+        ("dangling", "is a symbolic link"),
+        ("empty", "is a symbolic link"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_destination_at_which_no_folder_can_appear_is_refused_and_nothing_is_left(tmp_path: Path, to: str, problem: str):
+    saved(tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "empty").symlink_to(tmp_path / "real")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=problem):
+        export(tmp_path / "run", tmp_path / to)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("record", "fits"),
+    [
+        ({}, True),
+        ({"cache_paths": None}, False),
+        ({"cache_paths": [1]}, False),
+        ({"caches": [{}]}, False),
+        ({"caches": 1}, False),
+        ({"target": 1}, False),
+    ],
+)
+def test_a_record_of_another_form_is_damage_with_a_way_out(tmp_path: Path, record: dict, fits: bool):
+    (saved(tmp_path / "run") / "run.json").write_text(json.dumps(record))
+    if fits:
+        export(tmp_path / "run", None, dry_run=True)
+        return
+    with pytest.raises(CacheDamaged, match=r"(?s)run.json: does not say.*copy the checkpoint's folder"):
+        export(tmp_path / "run", None, dry_run=True)
+
+
+@pytest.mark.parametrize("line", [b"null", b"[]", b"1", b'{"step": "x", "loss": 1}', b'{"step": 3, "loss": "x", "tau": null}', b"\xff"])
+def test_lines_of_metrics_that_say_nothing_are_passed_over(tmp_path: Path, line: bytes):
+    run = saved(tmp_path / "run")
+    (run / "run.json").write_text("{}")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run / name).write_bytes(line + b"\n")
+    export(run, tmp_path / "drafter", dtype="float32")
+    assert "not recorded" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path, kind: torch.dtype):
+    folder = exported(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "norm.weight": tensors["norm.weight"].to(kind)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"(?s)no plain numbers.*norm.weight"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("offsets", [[10**12] * 5, [-1, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+def test_a_pruned_vocabulary_that_leads_to_no_tokens_or_twice_to_one_is_refused(tmp_path: Path, offsets: list[int]):
+    drafter = tiny_drafter(draft_vocab_size=5)
+    with pytest.raises(InputError, match="d2t is no mapping into the vocabulary"):
+        fill_drafter(drafter.spec, {**drafter.state_dict(), "d2t": torch.tensor(offsets)}, tmp_path)
+
+
+def test_the_weights_may_be_read_by_whoever_may_read_the_config(tmp_path: Path):
+    folder = exported(tmp_path)
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 
 
 def test_a_destination_that_holds_something_is_left_alone(tmp_path: Path):

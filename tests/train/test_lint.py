@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dflash_cache.train import checkpoint, lint_config
 from dflash_cache.train.checkpoint import CheckpointState
 from dflash_cache.train.config import TrainConfig
 from dflash_cache.train.draft_head import offsets
+from dflash_cache.train.drafter_folder import load_drafter
 from dflash_cache.train.export import export
 from dflash_cache.train.lint import LintReport, lint
 
@@ -309,19 +311,23 @@ def test_sharded_folders_are_read_by_their_index_and_not_beyond_the_folder(folde
     assert codes(lint(at)) == {("error", "weights-missing")}
 
 
-JUNK = [None, True, -1, 1.5, "x", [], [1, "x"], {}, {"a": 1}]
+JUNK = [None, True, -1, 1.5, 10**30, "x", [], [1, "x"], {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("value", JUNK, ids=map(str, JUNK))
 @pytest.mark.parametrize("format", ["zlab", "speculators"])
-def test_no_value_of_any_field_makes_a_rule_fail(folder, format: str, value: Any):
-    at = folder(format)
+def test_no_value_of_any_field_makes_a_rule_or_a_reading_fail(folder, tmp_path: Path, format: str, value: Any):
+    at, target = folder(format), tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 32, "num_hidden_layers": 6, "rope_theta": 1e4}))
     before = json.loads((at / "config.json").read_text())
     places = [*before, *(f"transformer_layer_config__{name}" for name in before.get("transformer_layer_config", ()))]
-    places += [f"dflash_config__{name}" for name in before.get("dflash_config", ())]
+    places += [f"{holder}__{name}" for holder in ("dflash_config", "rope_parameters") for name in before.get(holder, ())]
     for place in places:
         change(at, **{place: value})
-        lint(at).to_text()
+        lint(at, target).to_text()
+        with suppress(InputError):
+            load_drafter(at)
         (at / "config.json").write_text(json.dumps(before))
 
 
@@ -352,3 +358,10 @@ def test_every_finding_that_the_rules_can_make_is_planted_in_this_file():
     assert len(known) > 35
     here = Path(__file__).read_text()
     assert [code for code in sorted(known) if f'"{code}"' not in here] == []
+
+
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 8, "vocab_size": 32}, {"text_config": 3}])
+def test_a_target_without_sizes_is_refused_for_nothing_could_be_held_against_it(folder, tmp_path: Path, config: dict):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="does not give the target's sizes"):
+        lint(folder(), tmp_path)

@@ -115,6 +115,28 @@ def test_what_vllm_reads_first_is_read_first():
     assert reading(rope_theta=None).rope_theta == 10000.0
 
 
+JUNK = [True, -1, 1.5, 10**30, float("nan"), "x", [1], ["x"], [[1]], {"a": 1}]
+
+
+@pytest.mark.parametrize("value", JUNK, ids=map(str, JUNK))
+def test_no_value_of_any_field_is_read_as_another_or_fails_without_a_word(value: object):
+    layer = {**CONFIG, "rope_theta": 1e4, "hidden_size": 8, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
+    nested = {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}
+    spec = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}, "aux_hidden_state_layer_ids": [2, 3, 5], "mask_token_id": 3}
+    spec |= {"speculators_model_type": "dflash", "transformer_layer_config": layer}
+    documents = [{**layer, "dflash_config": nested, name: value} for name in [*layer, "dflash_config"]]
+    documents += [{**layer, "dflash_config": {**nested, name: value}} for name in nested]
+    documents += [{**spec, name: value} for name in [*spec][:3]]
+    documents += [{**spec, "transformer_layer_config": value}]
+    refused = 0
+    for document in documents:
+        try:
+            served_conventions(document, "here")
+        except InputError:
+            refused += 1
+    assert refused >= len(documents) - 3  # a number for a float, and the sizes that vLLM derives another from
+
+
 def test_a_window_that_vllm_would_not_see_is_refused():
     with pytest.raises(InputError, match="no window"):
         reading(layer_types=["sliding_attention"] * 2, sliding_window=7)
@@ -125,6 +147,16 @@ def test_a_speculators_folder_is_read_as_vllm_rewrites_it(tmp_path: Path):
     layer = {**{name: value for name, value in CONFIG.items() if name != "block_size"}, "rope_theta": 1e4}
     config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "aux_hidden_state_layer_ids": [2, 3, 5], "mask_token_id": 3}
     methods = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}
+
+    def read(**changes: object):
+        return served_conventions({**config, **methods, "transformer_layer_config": {**layer, **changes}}, "here")
+
+    assert read(rope_theta=None).rope_theta == 1e6  # set_default_rope_theta of qwen3_dflash.py
+    assert read(head_dim=None, hidden_size=12).head_dim == 6
+    sliding = ["sliding_attention"] * 2
+    assert read(layer_types=sliding, sliding_window=7, use_sliding_window=False).windows == (7, 7)
+    with pytest.raises(InputError, match="num_key_value_heads"):
+        served_conventions({**config, **methods, "transformer_layer_config": {"num_hidden_layers": 2, "num_attention_heads": 2}}, "here")
     found = served_conventions({**config, **methods, "sliding_window_non_causal": True}, "here")
     assert (found.layer_ids, found.block_size, found.causal) == ((1, 2, 4), 4, (False, False))
     assert served_conventions({**config, **methods, "sliding_window_non_causal": False}, "here").causal == (True, True)
