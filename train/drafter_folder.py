@@ -77,8 +77,8 @@ def fill_drafter(spec: DrafterSpec, tensors: dict[str, torch.Tensor], place: Pat
     if "d2t" in tensors:
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
         if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) < len(ids):
-            found, expected = f"row + d2t from {int(ids.min())} to {int(ids.max())}", f"{len(ids)} different of 0 to {spec.vocab_size - 1}"
-            raise InputError("d2t is no mapping into the vocabulary", place=str(place), found=found, expected=expected)
+            range_found, wanted = f"row + d2t from {int(ids.min())} to {int(ids.max())}", f"{len(ids)} different of 0 to {spec.vocab_size - 1}"
+            raise InputError("d2t is no mapping into the vocabulary", place=str(place), found=range_found, expected=wanted)
     drafter.load_state_dict({name: cast_floats(tensor, torch.float32) for name, tensor in tensors.items()}, strict=True, assign=True)
     return drafter
 
